@@ -1,7 +1,6 @@
 """convert.py: folders of Hugging Face, written by hand, by transformers and by itself, and rows of
 tables against the formula written out. What an Embformer's author writes: originals.py."""
 
-import contextlib
 import copy
 import json
 import random
@@ -251,7 +250,7 @@ def test_a_normalizer_that_is_left_out_is_named(tmp_path, capsys):
 
 def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
     words = bpe(special=[*SPECIAL, "<|eot|>"])
-    for ends, other in ((3, True), ([3], True), ([0, 3], False), (0, False), (None, False)):
+    for ends, other in ((3, True), ([3], True), ([0, 3], False), (None, False)):
         save(tmp_path, CONFIG | {"bos_token_id": 0, "eos_token_id": ends}, words)
         convert.read_folder(tmp_path)
         said = capsys.readouterr().err
@@ -289,70 +288,59 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("config", "words", "reason"),
+    ("change", "reason"),
     [
-        ({"model_type": "qwen2"}, {}, "qwen2 is not supported, only llama or qwen3 or embformer"),
-        (QWEN3 | {"head_dim": None}, {}, "config.json is damaged (head_dim"),
-        (QWEN3 | {"head_dim": 11}, {}, "config.json: head_dim 11 is odd"),
-        (EMBFORMER | {"head_dim": 4}, {}, "config.json: head_dim 4: Embformer's heads share"),
+        ({"model_type": "qwen2"}, "qwen2 is not supported, only llama or qwen3 or embformer"),
+        ({"model_type": None, "architectures": ["Gemma"]}, "architectures ['Gemma'] is not"),
+        (QWEN3 | {"head_dim": None}, "config.json is damaged (head_dim"),
+        (QWEN3 | {"head_dim": 11}, "config.json: head_dim 11 is odd"),
+        (EMBFORMER | {"head_dim": 4}, "config.json: head_dim 4: Embformer's heads share"),
+        (EMBFORMER | {"tie_word_embeddings": False}, "tie_word_embeddings False"),
+        (EMBFORMER | {"use_sliding_window": True}, "use_sliding_window True"),
+        ({"quantization_config": {"quant_method": "bitnet"}}, "quantized models are not read"),
+        ({"rope_theta": 5e4, "rope_parameters": {"rope_theta": 7e4}}, "rope_theta 70000.0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 7e4}}}, "of full_attention alone"),
+        ({"rope_scaling": {"type": "default"}, "rope_parameters": {"type": "yarn"}}, "type yarn"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "yarn is not supported, only def"),
+        ({"rope_scaling": {"factor": 4.0}}, "factor 4.0"),
+        ({"rope_scaling": SLOW | {"high_freq_factor": 1.0}}, "config.json is damaged (rope_"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"vocab_size": 299}, "embed_tokens.weight has shape [300, 32], not [299, 32]"),
+        ({"num_hidden_layers": 3}, "lacks the weight model.layers.2."),
+        *(({name: 10**9}, f"{name} 1000000000 is more than") for name in SIZES),
+    ],
+)
+def test_a_config_of_something_else_is_refused(tmp_path, change, reason):
+    save(tmp_path, CONFIG | change)
+    refuses(tmp_path, re.escape(reason))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (named_steps(LOW, LETTERS), "leaves out parts of a text"),
+        (named_steps(LLAMA3, GPT2), "pre_tokenizer {"),
         (
-            {"model_type": None, "architectures": ["GemmaForCausalLM"]},
-            {},
-            "architectures ['GemmaForCausalLM'] is not supported",
-        ),
-        ({"quantization_config": {"quant_method": "bitnet"}}, {}, "quantized models are not read"),
-        ({"rope_theta": 5e4, "rope_parameters": {"rope_theta": 7e4}}, {}, "rope_theta 70000.0"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_theta": 7e4}}},
-            {},
-            "of full_attention alone",
-        ),
-        (
-            {"rope_scaling": {"type": "default"}, "rope_parameters": {"type": "yarn"}},
-            {},
-            "type yarn",
-        ),
-        (
-            {"rope_scaling": {"type": "yarn"}, "rope_parameters": {"type": "default"}},
-            {},
-            "type yarn is not supported, only default",
-        ),
-        ({"partial_rotary_factor": 0.5}, {}, "partial_rotary_factor 0.5"),
-        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, {}, "partial_rotary_factor 0.5"),
-        (EMBFORMER | {"tie_word_embeddings": False}, {}, "tie_word_embeddings False"),
-        (EMBFORMER | {"use_sliding_window": True}, {}, "use_sliding_window True"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, {}, "rope_type yarn"),
-        ({"rope_scaling": {"factor": 4.0}}, {}, "factor 4.0"),
-        ({"rope_scaling": SLOW | {"factor": 0}}, {}, "config.json is damaged (rope_scaling {"),
-        ({"rope_scaling": SLOW | {"high_freq_factor": 1.0}}, {}, "config.json is damaged (rope_"),
-        ({"vocab_size": 299}, {}, "embed_tokens.weight has shape [300, 32], not [299, 32]"),
-        *(({name: 10**9}, {}, f"{name} 1000000000 is more than") for name in SIZES),
-        ({"num_hidden_layers": 3}, {}, "lacks the weight model.layers.2."),
-        ({}, named_steps(LOW, LETTERS), "leaves out parts of a text"),
-        ({}, named_steps(LLAMA3, GPT2), "pre_tokenizer {"),
-        (
-            {},
             listed("‹ |") | {"added_tokens": [{"id": 259, "content": "‹|"}]},
             "a merge makes '‹|', which is no token of a text",
         ),
-        ({}, listed("a b", "b c", "a bc"), "merges do not make the token b'abc'"),
-        ({}, listed("b c", "c d", "b cd"), "merges do not make the token b'bcd'"),
-        ({}, listed("b c", "a b", "ab c"), "merges do not make the token b'abc'"),
-        ({}, listed("a b", extra=["abc"], ignore_merges=True), "not make the token b'abc'"),
-        ({}, listed("b c", "a b", extra=["abc"], ignore_merges=True), "not make the token b'abc'"),
-        ({}, with_added("<x>", lstrip=True), "lstrip of the added token '<x>' is not supported"),
-        ({}, with_added("<x>", "<x>y"), "'<x>' and '<x>y', one begins with the other"),
-        ({}, with_added("<|im_end|>s"), "'<|im_end|>s' and '<|im_end|>', one begins with"),
-        ({}, {"normalizer": {"type": "NFKC"}}, "normalizer {'type': 'NFKC'}"),
-        ({}, bpe(byte_fallback=True), "byte_fallback True"),
-        ({}, bpe(merges=MERGES[::-1]), "merges in another order"),
-        ({}, bpe(lacking=b"x"), "bytes are missing"),
-        ({}, bpe(special=["<s>"]), "no token with bos_token_id 1"),
-        ({}, {"added_tokens": [*bpe()["added_tokens"], {"id": 300, "content": "<x>"}]}, "301 ids"),
+        (listed("a b", "b c", "a bc"), "merges do not make the token b'abc'"),
+        (listed("b c", "a b", "ab c"), "merges do not make the token b'abc'"),
+        (listed("b c", "a b", extra=["abc"], ignore_merges=True), "not make the token b'abc'"),
+        (with_added("<x>", lstrip=True), "lstrip of the added token '<x>' is not supported"),
+        (with_added("<x>", "<x>y"), "'<x>' and '<x>y', one begins with the other"),
+        (with_added("<|im_end|>s"), "'<|im_end|>s' and '<|im_end|>', one begins with"),
+        ({"normalizer": {"type": "NFKC"}}, "normalizer {'type': 'NFKC'}"),
+        (bpe(byte_fallback=True), "byte_fallback True"),
+        (bpe(merges=MERGES[::-1]), "merges in another order"),
+        (bpe(lacking=b"x"), "bytes are missing"),
+        (bpe(special=["<s>"]), "no token with bos_token_id 1"),
+        ({"added_tokens": [*bpe()["added_tokens"], {"id": 300, "content": "<x>"}]}, "301 ids"),
     ],
 )
-def test_what_would_be_something_else_is_refused(tmp_path, config, words, reason):
-    save(tmp_path, CONFIG | config, bpe() | words)
+def test_a_tokenizer_that_would_give_other_ids_is_refused(tmp_path, change, reason):
+    save(tmp_path, words=bpe() | change)
     refuses(tmp_path, re.escape(reason))
 
 
@@ -370,7 +358,6 @@ def test_a_head_of_its_own_is_not_left_out(tmp_path):
         (lambda spans, raw: spans[2].update(shape=[-1, *spans[2]["shape"][1:]]), "damaged"),
         (lambda spans, raw: raw.extend(b"more"), "damaged"),
         (lambda spans, raw: raw.__delitem__(slice(4)), "damaged"),
-        (lambda spans, raw: raw.__setitem__(slice(400, 404), b"\0\0\xc0\x7f"), "not finite"),
         (lambda spans, raw: raw.__setitem__(slice(40000, 40004), b"\0\0\x80\xff"), "not finite"),
     ],
 )
@@ -445,12 +432,6 @@ def test_damaged_files_are_one_line(tmp_path, name):
     for damaged in (b"", raw[:6], raw[: len(raw) - 60], b"[1, 2]", b"\xff" * 99):
         (tmp_path / name).write_bytes(damaged)
         refuses(tmp_path, f"{name} is damaged")
-    for at in range(0, min(len(raw), 4000), 397):  # one bit; weights have no checksums
-        flipped = bytearray(raw)
-        flipped[at] ^= 1 << at % 8
-        (tmp_path / name).write_bytes(flipped)
-        with contextlib.suppress(UserError):
-            convert.read_folder(tmp_path)
 
 
 def test_settings_that_are_not_in_a_config_are_those_of_transformers(tmp_path):
@@ -566,13 +547,11 @@ def test_a_model_in_16_bits_is_exported_in_32(trained, tmp_path):
 
 def test_attention_of_one_kind_is_exported_however_it_is_named(trained, tmp_path):
     model, encoding, _ = load_model(trained["dense"], CPU)
-    for number, attention in enumerate(("full,full", "qknorm,qknorm")):
-        there = Decoder(replace(model.config, attention=attention))
-        folder = tmp_path / str(number)
-        convert.write_folder(folder, there, encoding)
-        back, _ = convert.read_folder(folder)
-        assert back.config.attention_kinds == there.config.attention_kinds
-        assert_same(back.state_dict(), there.state_dict())
+    there = Decoder(replace(model.config, attention="qknorm,qknorm"))
+    convert.write_folder(tmp_path / "all", there, encoding)
+    back, _ = convert.read_folder(tmp_path / "all")
+    assert back.config.attention_kinds == there.config.attention_kinds
+    assert_same(back.state_dict(), there.state_dict())
     mixed = Decoder(replace(model.config, attention="qknorm,full"))
     with pytest.raises(UserError, match="cannot be --attention qknorm,full"):
         convert.write_folder(tmp_path / "mixed", mixed, encoding)
