@@ -153,8 +153,8 @@ def losses(folder: Path) -> list[float]:
     return [record["train_loss"] for record in read_run(folder)["step"]]
 
 
-def checkpoint(folder: Path) -> dict:
-    return torch.load(folder / "ckpt.pt", weights_only=True)
+def checkpoint(folder: Path, name: str = "ckpt.pt") -> dict:
+    return torch.load(folder / name, weights_only=True)
 
 
 def contents(folder: Path) -> dict[Path, bytes]:

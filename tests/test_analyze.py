@@ -111,12 +111,13 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
 
 def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, monkeypatch):
     """On fewer countries, whose corpus takes less time, and with fewer steps and tokens."""
-    some = countries.table()[::12]
+    some = countries.table()[::16]
     monkeypatch.setattr(countries, "table", lambda: some)
     monkeypatch.setattr(counterfact, "APART", 5)
     for module, steps in ((editors, "STEPS"), (editors, "VALUE_STEPS"), (writing, "STEPS")):
         monkeypatch.setattr(module, steps, 2)
-    write_briefly(monkeypatch, 8)
+    monkeypatch.setitem(shared.QUICK_RUN, "eval_tokens", 64)
+    write_briefly(monkeypatch, 4)
     (tmp_path / "lab").mkdir()  # in the working folder: not the package
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    INHERITED,
     ROOT,
     SHAPE,
     SMALL,
@@ -45,7 +46,7 @@ from training.checkpoints import checkpoint_of, load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
-from training.report import format_figures, model_sizes
+from training.report import model_sizes
 from training.settings import PRESETS, STAGES, Settings
 
 FILES = {"ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"}
@@ -82,11 +83,21 @@ def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, more):
     assert evals[0] == evals[1]
 
 
+@pytest.fixture
+def validated(monkeypatch):
+    """Let one evaluation after the other find the losses that are given."""
+
+    def validated(*losses: float) -> None:
+        left = iter(losses)
+        monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(left)})
+
+    return validated
+
+
 def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
-    data, tmp_path, monkeypatch
+    data, tmp_path, monkeypatch, validated
 ):
-    """Losses are made up; the power fails between ckpt.pt and best.pt of the lowest, in step 6."""
-    made_up = iter([1.0, 8.0, 6.0, 7.0, 6.5])  # steps 0, 3, 6; 9, 12
+    """The power fails between ckpt.pt and best.pt of the lowest, in step 6."""
     save = train.save_checkpoint
 
     def fails(path, *args, **state):
@@ -94,26 +105,27 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
             raise PowerCut
         save(path, *args, **state)
 
-    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+    validated(1.0, 8.0, 6.0, 7.0, 6.5)  # steps 0, 3, 6; 9, 12
     with monkeypatch.context() as patch, pytest.raises(PowerCut):
         patch.setattr(train, "save_checkpoint", fails)
         small_run(data, tmp_path, eval_interval=3)
     model = checkpoint(tmp_path)["model"]
-    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 3
+    assert checkpoint(tmp_path, "best.pt")["step"] == 3
     resume(tmp_path)
-    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    best = checkpoint(tmp_path, "best.pt")
     assert best["step"] == 6 and "optimizer" not in best
     assert_same(best["model"], model)
 
 
-def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(data, tmp_path, monkeypatch):
-    made_up = iter([9.0, 6.0, 7.0, 5.0, 4.0])  # steps 0; 6, 12; 13; 16
-    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(
+    data, tmp_path, monkeypatch, validated
+):
+    validated(9.0, 6.0, 7.0, 5.0, 4.0)  # steps 0; 6, 12; 13; 16
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
         cut_in_step(patch, 4, do=lambda: signal.raise_signal(signal.SIGINT))
         small_run(data, tmp_path)
     resume(tmp_path)
-    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 6
+    assert checkpoint(tmp_path, "best.pt")["step"] == 6
     resume(tmp_path)  # has nothing to do
     resume(tmp_path, max_iters=13)
     with monkeypatch.context() as patch, pytest.raises(SystemExit):
@@ -124,38 +136,32 @@ def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(data, tmp_p
     assert evals == [(0, 9.0), (6, 6.0), (12, 7.0), (13, 5.0), (16, 4.0)]
 
 
-def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, monkeypatch, capsys):
+def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, validated, capsys):
     """Of a text that is known by heart, the loss wavers near zero: that is no rise."""
-    made_up = iter([9.0, 5.0, 0.0005, 0.0024, 3.0, 3.5])  # steps 0, 5, 10, 12; 15, 17
-    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
+    validated(9.0, 5.0, 0.0005, 0.0024, 3.0, 3.5)  # steps 0, 5, 10, 12; 15, 17
     small_run(data, tmp_path, eval_interval=5)
     assert "longer" in capsys.readouterr().out
     resume(tmp_path, max_iters=17)
-    assert torch.load(tmp_path / "best.pt", weights_only=True)["step"] == 10
+    assert checkpoint(tmp_path, "best.pt")["step"] == 10
     said = capsys.readouterr().out
     assert "rose from 0.0005 at step 10 to 3.5000" in said
     assert f"sample.py --ckpt {tmp_path}/best.pt" in said and "longer" not in said
 
 
-def test_a_run_that_gets_better_with_tables_on_disk_has_no_best_pt(data, tmp_path, capsys):
-    small_run(data, tmp_path)
-    resume(tmp_path, max_iters=18, offload="disk")
-    said = capsys.readouterr().out
-    assert said.count("best.pt (val loss") == 1  # of the first run
-    assert not (tmp_path / "best.pt").exists()
-    assert checkpoint_of(tmp_path) == tmp_path / "ckpt.pt"
+def test_a_run_that_gets_better_with_tables_on_disk_has_no_best_pt(trained, tmp_path, capsys):
+    out = shutil.copytree(trained["stem"], tmp_path / "out")
+    resume(out, max_iters=18, offload="disk")
+    assert "best.pt (val loss" not in capsys.readouterr().out
+    assert not (out / "best.pt").exists()
+    assert checkpoint_of(out) == out / "ckpt.pt"
 
 
-def test_a_run_that_only_gets_worse_is_told_so(data, tmp_path, monkeypatch, capsys):
-    small_run(data, tmp_path / "first")
-    made_up = iter([1.0, 2.0, 3.0])  # steps 0, 6, 12
-    monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(made_up)})
-    capsys.readouterr()
-    first = tmp_path / "first/ckpt.pt"
-    small_run(data, tmp_path / "next", init_from=first, **dict.fromkeys(SHAPE))
+def test_a_run_that_only_gets_worse_is_told_so(trained, data, tmp_path, validated, capsys):
+    validated(1.0, 2.0, 3.0)  # steps 0, 6, 12
+    small_run(data, tmp_path, init_from=trained["stem"] / "ckpt.pt", **INHERITED)
     said = capsys.readouterr().out
     assert "rose from 1.0000 at step 0 to 3.0000: no step has lowered it. Lower --learn" in said
-    assert f"{tmp_path}/next/best.pt has the weights of step 6" in said
+    assert f"{tmp_path}/best.pt has the weights of step 6" in said
 
 
 def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
@@ -164,7 +170,6 @@ def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     for more, named in (
         ("", "--resume goes on with it, --overwrite replaces it"),
         (f"--init_from {trained['stem']}/ckpt.pt", "--overwrite"),
-        (f"--init_from {out}/ckpt.pt --overwrite", "--out_dir"),
         ("--overwrite --data_dir gone", "gone"),
     ):
         assert named in refused(line + more)
@@ -261,13 +266,6 @@ def test_layers_compute_in_the_precision_of_dtype(dtype):
     gate.register_forward_hook(lambda module, given, out: seen.append(out.dtype))
     NextToken(model, dtype)(*tokens(2, 2, 24))
     assert seen == [getattr(torch, dtype)]
-
-
-def test_32_bits_need_no_autocast():
-    """On the GPU of a Mac, that of PyTorch 2.6 would warn; some devices it does not know."""
-    with torch.device("meta"):
-        objective = NextToken(decoder(), "float32")
-    assert objective(*tokens(2, 2, 24)).is_meta
 
 
 def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
@@ -468,8 +466,7 @@ def test_a_stage_of_ones_own_says_what_its_losses_are(trained, data, tmp_path, m
     stage = replace(STAGES["midtrain"], objective=Half)
     monkeypatch.setitem(STAGES, "half", stage)
     out = tmp_path / "out"
-    shape = dict.fromkeys(SHAPE)
-    small_run(data, out, stage="half", init_from=trained["stem"], max_iters=1, **shape)
+    small_run(data, out, stage="half", init_from=trained["stem"], max_iters=1, **INHERITED)
     assert "val_loss_per_byte" not in read_run(out)["eval"][-1]
     said = command(f"train.py --eval_only --out_dir {out} --data_dir {data}").stdout
     assert "not of --stage half" in said and "val loss per byte" in said
@@ -490,11 +487,6 @@ def test_a_text_file_as_data_dir_is_prepared_first(tmp_path):
     text.write_text("Once upon a time.")
     said = refused(f"train.py --data_dir {text} --out_dir {tmp_path}/out")
     assert f"--input {text} --out_dir data/my" in said and "--overwrite" not in said
-
-
-def test_figures_are_shown_in_words_but_for_folders():
-    figures = {"val_loss/data/my_text": 1.5, "tok_per_s": 6800.4}
-    assert format_figures(figures) == "val loss/data/my_text 1.5, tok per s 6,800"
 
 
 def test_eval_only_reads_as_much_whatever_the_run_read(trained, data, tmp_path):
