@@ -95,7 +95,6 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  #
     sft = dict(base, init_from=str(stem_ckpt), data_dir=str(chat), stage="sft")
     whole = [
         dict(text, out_dir="stem"),
-        dict(text, out_dir="dense", ffn="dense"),
         dict(text, out_dir="embformer", ffn="embformer"),
         dict(text, out_dir="disk", offload="disk", stem_layers="all"),
         dict(sft, out_dir="sft"),
@@ -105,7 +104,7 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  #
     train_all([dict(whole[0], out_dir="one-two", cut=5)], two)  # saved at step 3
     cut = [
         dict(whole[0], out_dir="two-two", cut=5),
-        dict(whole[3], out_dir="two-one", step=4, signal=signal.SIGTERM),
+        dict(whole[2], out_dir="two-one", step=4, signal=signal.SIGTERM),
         dict(out_dir="one-two", resume=True),
         dict(out_dir="two-two", resume=True),
         dict(whole[1], overwrite=True),
