@@ -214,7 +214,6 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
         ("first", "from relatives import inner"),
         ("second", "from relatives.first import model"),
         ("third", "import relatives.inner"),
-        ("other", "import math"),
     ):
         paths[name] = tmp_path / f"{name}.py"
         paths[name].write_text(f"{statement}\n{source}")

@@ -2,7 +2,6 @@
 
 import errno
 import io
-import math
 import os
 import runpy
 import shutil
@@ -12,16 +11,14 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
-import torch
 from conftest import ROOT, SMALL, command, resume
 from test_trust import EDIT, snapshots
 
 import common
 import train
 from common import command_line
-from tables import storage
 from training.checkpoints import load_checkpoint
-from training.folders import live_tables, run_folder
+from training.folders import live_tables
 
 ON_DISK = ("--offload", "disk")
 MAPS = Path("/proc/self/maps")  # what is mapped here
@@ -73,16 +70,6 @@ def test_tables_that_trained_go_with_their_run(data, trained, tmp_path, windows)
 
 
 @needs_maps
-def test_tables_go_even_if_they_are_in_a_circle_of_references(tmp_path, windows):
-    """As that of an error which Python 3.12 or 3.13 raises in `reading`, and its frames."""
-    with run_folder(tmp_path):
-        circle = [storage.DiskStorage.create(live_tables(tmp_path), (2, 3, 4), torch.float32)]
-        circle.append(circle)
-        del circle
-    assert not live_tables(tmp_path).exists()
-
-
-@needs_maps
 def test_a_run_that_resumes_lets_go_of_the_file(out, monkeypatch):
     """On any system: what is replaced takes room as long as it is mapped."""
     fit = train.fit
@@ -106,14 +93,6 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
         monkeypatch.setattr(sys, "stdout", Gone())
         common.run(lambda: print("x"))
     assert ended.value.code == 1
-
-
-def test_tables_for_which_there_is_no_memory_are_one_line(monkeypatch):
-    no_room = OSError(errno.EINVAL, "The paging file is too small for this operation to complete")
-    monkeypatch.setattr(storage, "free_ram", lambda: math.inf)  # nobody knows
-    monkeypatch.setattr(storage.mmap, "mmap", Mock(side_effect=no_room))
-    with pytest.raises(SystemExit, match="error: out of memory"):
-        common.run(lambda: storage.RamStorage((2, 3, 4), torch.float32))
 
 
 def test_the_page_does_not_share_its_port_with_another_program(monkeypatch):

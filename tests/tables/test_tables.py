@@ -53,6 +53,11 @@ def backward(rows, seed: int = 0) -> None:
 BATCH = torch.tensor([[3, 1, 3, 7], [7, 3, 0, 1]])  # 3 is there three times
 
 
+def small(**more) -> Decoder:
+    """A model with a table in one of two layers."""
+    return Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8, **more))
+
+
 # --- lookup and gradients ---
 
 
@@ -136,7 +141,7 @@ def test_gradients_of_equal_tokens_are_summed_in_float32():
 def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, options, clears):
     """Micro-batches and a gradient that is thrown away pass. An optimizer of rows is of no use, if
     its gradients are thrown away."""
-    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
+    model = small()
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
     embedding, rows = RowRMSprop(model.wte), RowRMSprop(model.tables)
 
@@ -180,7 +185,7 @@ def test_rows_that_have_an_optimizer_may_wait_while_others_step():
 )
 def test_a_training_loop_in_eval_mode_is_warned(ffn, how, targets):
     """But not where rows are trained, or are to stay."""
-    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8, ffn=ffn))
+    model = small(ffn=ffn)
     model.train(how == "train")
     parts = [part for part in (model.tables, model.wte) if len(part.weight)]
     if how == "Optimizer":
@@ -258,7 +263,7 @@ def test_who_changes_weights_by_hand_is_told_that_rows_stay(recwarn):
 
 
 def test_the_optimizer_of_a_model_trains_no_copy():
-    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
+    model = small()
     RowRMSprop(model.tables)
     RowRMSprop(model.wte)
     student = copy.deepcopy(model)
@@ -271,10 +276,9 @@ def test_the_optimizer_of_a_model_trains_no_copy():
 
 
 def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters():
-    config = ModelConfig(V, 8, 2, 1, 8)
-    model = Decoder(config).train()
+    model = small().train()
     model.tables.requires_grad_(False)
-    optimizer = Optimizer(model, Settings(model=config))
+    optimizer = Optimizer(model, Settings(model=model.config))
     model.tables.requires_grad_(True)
     assert not model.tables.weight[0].requires_grad
     with pytest.raises(AssertionError, match="RowRMSprop"):
@@ -285,7 +289,7 @@ def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters()
 
 @pytest.mark.filterwarnings("ignore:gradients of rows")
 def test_a_model_forgets_the_gradients_of_rows_with_all_others():
-    model = Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8))
+    model = small()
     for ids in (BATCH, BATCH[:, :1]):
         model.zero_grad()
         model(ids, ids)[1].backward()
@@ -335,11 +339,9 @@ def test_a_step_on_the_rows_that_were_read_is_the_step_on_whole_tables(state, be
 
 @pytest.mark.parametrize("name", ["tables", "wte"])
 def test_what_is_frozen_stays_and_the_rest_is_trained(name):
-    torch.manual_seed(0)
-    config = ModelConfig(V, 8, 3, 2, 32)
-    model = Decoder(config).train()
+    model = small().train()
     getattr(model, name).requires_grad_(False)
-    optimizer = Optimizer(model, Settings(model=config))
+    optimizer = Optimizer(model, Settings(model=model.config))
     before = {key: weight.clone() for key, weight in model.state_dict().items()}
     for _ in range(3):
         model(BATCH, BATCH)[1].backward()
@@ -367,8 +369,8 @@ def test_a_model_of_16_bits_is_trained():
 
 
 def test_an_optimizer_of_rows_is_for_rows_it_can_round():
-    half = Decoder(ModelConfig(V, 8, 3, 2, 32)).half().tables
-    dense = Decoder(ModelConfig(V, 8, 3, 2, 32, ffn="dense", tie_head=True))
+    half = small().half().tables
+    dense = small(ffn="dense", tie_head=True)
     wrongs = {
         "torch.float16": half,
         "Embedding has no rows": dense.wte,
@@ -381,9 +383,8 @@ def test_an_optimizer_of_rows_is_for_rows_it_can_round():
 
 def test_an_optimizer_takes_settings_of_its_model():
     """Embformer's rows, for example, need another state than STEM's."""
-    model = Decoder(ModelConfig(V, 8, 3, 2, 32, ffn="embformer"))
     with pytest.raises(AssertionError, match="Settings"):
-        Optimizer(model, Settings())
+        Optimizer(small(ffn="embformer"), Settings())
 
 
 def test_stochastic_rounding_hits_neighbors_with_the_right_mean():
@@ -419,7 +420,7 @@ class Integers(Tables):
 
 def test_rows_are_not_truncated_to_integers():
     """Rows of 0.02 would become zero."""
-    model = Decoder(ModelConfig(V, n_layer=3, n_head=1, n_embd=8))
+    model = small()
     with pytest.raises(RuntimeError, match=r"int8 would truncate torch\.float32: make such tables"):
         Decoder(model.config, Integers).load_state_dict(model.state_dict())
 

@@ -49,7 +49,7 @@ def test_tables_on_disk_train_and_open_like_others(trained, on_disk):
 
 RUNS = [
     dict(stem_layers="0,1", table_dtype="bfloat16", table_state="number", device_batch_size=2),
-    dict(ffn="engram", doc_mask=True, table_dtype="bfloat16"),
+    dict(ffn="engram", doc_mask=True, table_dtype="bfloat16", dropout=0.2),
     dict(ffn="dense"),  # which has no tables
 ]
 
