@@ -71,6 +71,7 @@ def test_samples_depend_on_the_seed_alone(stem_ckpt):
     ("args", "named"),
     [
         ("sample.py --system Hi", "--system"),
+        ("sample.py --chat --prompt Hi", "--prompt"),
         ("edit.py --source Anna --target Emil", "--prompt is needed"),
         ("edit.py --source Ann --prompt Anna --write x", "['Anna']: give a longer"),
         ("edit.py --source Anna --target Emil --prompt Nobody", "'Nobody' does not contain 'Anna'"),
@@ -151,12 +152,15 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
     ("sentence", "rest"),
     [
         (" Lisbon.", " Its"),
+        (" Washington, D.C.", " The region"),
         ("St. John's.", " It"),
         (" J. R. Ewing has 3.5 wells.", " He"),
         (" No end", ""),
         (" Wien", "\nCountry: Peru."),
         ("東京。", "国"),
+        ("दिल्ली है।", " वह"),
         ("لماذا؟", " نعم."),
+        (" Really?", " Yes."),
     ],
 )
 def test_a_sentence_ends_with_a_stop_that_ends_a_word(encoding, sentence, rest):

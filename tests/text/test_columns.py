@@ -12,6 +12,7 @@ from text.columns import padded, shortened, width, wrapped
     [
         ("云岭。", 6),
         ("ｶﾞ", 2),
+        ("か\u3099", 2),
         ("e\u0301", 1),
         ("\u1112\u1161\u11ab", 2),
         ("😀", 2),

@@ -221,12 +221,16 @@ EOT = base64.b64encode(b"<|endoftext|>").decode()
         "",
         '{"version": 1}',
         dict(format="wordpiece"),
+        dict(version=2),
+        dict(special_tokens=[]),
         dict(pattern="((("),
         dict(ranks=[["YQ==", 0]], special_tokens={"a": 0.0}),
+        dict(ranks=[["", 0]], special_tokens={"": 0}),
         lambda ranks: [*ranks, [NEW]],
         lambda ranks: [*ranks, [ranks[-1][0], 400]],  # a token that is there twice
         lambda ranks: [*ranks, [NEW, 0]],  # an id: a special token's
         lambda ranks: [*ranks, [EOT, 0]],  # a text could end
+        lambda ranks: [*ranks, [NEW, -1]],
         lambda ranks: [*ranks, [NEW, 400.0]],
     ],
 )
