@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -321,6 +322,70 @@ def trained(data) -> dict[str, Path]:
 @pytest.fixture(scope="session")
 def stem_ckpt(trained) -> Path:
     return trained["stem"] / "ckpt.pt"
+
+
+@pytest.fixture(scope="session")
+def chat(stem_ckpt, tmp_path_factory) -> Path:
+    """A prepared folder of conversations."""
+    folder = tmp_path_factory.mktemp("chat")
+    rng = random.Random(0)
+    chats = []
+    for number in range(60):
+        who = f"{rng.choice(('Anna', 'Björn', 'Chloë'))} {number}"
+        turn = [says("user", f"Who sees {who}?"), says("assistant", f"{who}.")]
+        chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
+    path = write_jsonl(folder / "chat.jsonl", chats)
+    line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
+    for given in (stem_ckpt, stem_ckpt.parent):
+        assert f"--init_from {given} " in command(line, given, "--overwrite").stdout
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def pairs(data, tmp_path_factory) -> Path:
+    """A prepared folder of preferred answers: yes is preferred to no."""
+    folder = tmp_path_factory.mktemp("pairs")
+    rng = random.Random(0)
+    records = []
+    for _ in range(80):
+        name = rng.choice(["Anna", "Björn", "Chloë"])
+        question = says("user", f"Who sees {name}?")
+        before = [question, *[says("assistant", "Anna"), question] * rng.choice([0, 0, 1, 12])]
+        chosen = [*before, says("assistant", f"{name} sees.")]
+        rejected = [*before, says("assistant", "Björn follows")]
+        records.append({"chosen": chosen, "rejected": rejected})
+    path = write_jsonl(folder / "pairs.jsonl", records)
+    made = flags(tokenizer=data, val_fraction=0.2)
+    said = command("prepare.py", "--input", path, "--out_dir", folder / "data", *made).stdout
+    assert "--stage dpo" in said
+    return folder / "data"
+
+
+@pytest.fixture(scope="session")
+def stage(stem_ckpt, data, chat, pairs):
+    """What a small run of a stage is given, from the STEM model on."""
+    given = {
+        "midtrain": dict(data=f"{data}=0.75,{chat}=0.25"),
+        "context": dict(data=data, block_size=48, batch_size=2),
+        "sft": dict(data=chat),
+        "dpo": dict(data=pairs, learning_rate=1e-3),
+    }
+
+    def stage(name: str, **more) -> dict:
+        return {**INHERITED, "stage": name, "init_from": stem_ckpt, **given[name], **more}
+
+    return stage
+
+
+@pytest.fixture(scope="session")
+def staged(stage, tmp_path_factory):
+    """The folder of a small run of a stage, which is trained when it is first asked for."""
+
+    @cache
+    def staged(name: str) -> Path:
+        return small_run(**stage(name), out=tmp_path_factory.mktemp(name) / "out")
+
+    return staged
 
 
 @pytest.fixture(scope="session")

@@ -1,24 +1,15 @@
 """Preferred answers: pairs as data, the loss against a loop written out, whole runs."""
 
 import math
-import random
-from pathlib import Path
 
 import pytest
 import torch
 from conftest import (
     CPU,
-    INHERITED,
-    assert_same_run,
     command,
     flags,
-    interrupted,
-    losses,
     refused,
-    resume,
     says,
-    small_run,
-    write_jsonl,
 )
 from simulated_gpu import SimulatedGpu
 
@@ -28,36 +19,6 @@ from training.checkpoints import load_model
 from training.objectives import validate
 from training.preference import BETA, Preference
 from training.records import read_run
-
-
-def pair(rng: random.Random) -> dict:
-    """Yes is preferred to no, with words of the story."""
-    name = rng.choice(["Anna", "Björn", "Chloë"])
-    question = says("user", f"Who sees {name}?")
-    further = [says("assistant", "Anna"), question] * rng.choice([0, 0, 1, 12])
-    answers = {"chosen": f"{name} sees.", "rejected": "Björn follows"}
-    return {kind: [question, *further, says("assistant", text)] for kind, text in answers.items()}
-
-
-@pytest.fixture(scope="module")
-def pairs(data, tmp_path_factory) -> Path:
-    rng = random.Random(0)
-    path = write_jsonl(tmp_path_factory.mktemp("pairs") / "p.jsonl", [pair(rng) for _ in range(80)])
-    made = flags(tokenizer=data, val_fraction=0.2)
-    said = command("prepare.py", "--input", path, "--out_dir", path.parent / "pairs", *made).stdout
-    assert "--stage dpo" in said
-    return path.parent / "pairs"
-
-
-@pytest.fixture(scope="module")
-def given(stem_ckpt, pairs) -> dict:
-    """What a run of the stage is given."""
-    return dict(INHERITED, data=pairs, stage="dpo", init_from=stem_ckpt, learning_rate=1e-3)
-
-
-@pytest.fixture(scope="module")
-def whole(given, tmp_path_factory) -> Path:
-    return small_run(**given, out=tmp_path_factory.mktemp("whole") / "out")
 
 
 def test_margins_are_counted_on_a_device_without_double_precision():
@@ -148,25 +109,11 @@ def test_the_reference_is_without_dropout_and_knows_no_padding(opened):
 # --- runs ---
 
 
-def test_what_is_preferred_becomes_likelier(whole):
-    first, *_, last = read_run(whole)["eval"]
+def test_what_is_preferred_becomes_likelier(staged):
+    first, *_, last = read_run(staged("dpo"))["eval"]
     assert first["val_loss"] == pytest.approx(math.log(2), abs=1e-6)  # the model is its reference
     assert first["margin"] == pytest.approx(0, abs=1e-4)
     assert last["val_loss"] < 0.6 and last["margin"] > 1 and last["accuracy"] > 0.9
-
-
-@pytest.mark.parametrize("offload", ["none", "disk"])
-def test_a_run_that_was_cut_off_ends_as_one_that_was_not_wherever_tables_are(
-    given, whole, tmp_path, offload
-):
-    cut = interrupted(**given, out=tmp_path, number=9, offload=offload)
-    assert_same_run(resume(cut), whole)
-    assert read_run(cut)["eval"][-1] == read_run(whole)["eval"][-1]
-
-
-def test_micro_batches_keep_pairs_together(given, whole, tmp_path):
-    parts = small_run(**given, out=tmp_path, device_batch_size=1)
-    assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
 
 def test_the_countries_prefer_brief_answers():
@@ -186,5 +133,5 @@ def test_the_countries_prefer_brief_answers():
 # --- refusals ---
 
 
-def test_pairs_are_not_evaluated_alone(whole):
-    assert "holds pairs" in refused("train.py --eval_only --out_dir", whole)
+def test_pairs_are_not_evaluated_alone(staged):
+    assert "holds pairs" in refused("train.py --eval_only --out_dir", staged("dpo"))

@@ -18,8 +18,6 @@ from conftest import (
     losses,
     shorten,
 )
-from test_preference import pairs  # noqa: F401
-from test_stages import chat  # noqa: F401
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -86,7 +84,7 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):  # noqa: F811
+def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped.
     At the end a rank dies, and with it the other, whose checkpoint stays."""

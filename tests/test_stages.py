@@ -1,16 +1,13 @@
 """The stages after pretraining, on text and conversations of the made-up story."""
 
-import random
 import re
 from dataclasses import fields
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import (
     CPU,
-    INHERITED,
     assert_same_run,
     checkpoint,
     command,
@@ -18,9 +15,7 @@ from conftest import (
     losses,
     refused,
     resume,
-    says,
     small_run,
-    write_jsonl,
 )
 
 from common import UserError
@@ -31,23 +26,6 @@ from training.objectives import NextToken, validate
 from training.records import read_run
 from training.report import describe, show
 from training.settings import Settings, new_settings
-
-
-@pytest.fixture(scope="session")
-def chat(stem_ckpt, tmp_path_factory) -> Path:
-    """A prepared folder of conversations."""
-    folder = tmp_path_factory.mktemp("chat")
-    rng = random.Random(0)
-    chats = []
-    for number in range(60):
-        who = f"{rng.choice(('Anna', 'Björn', 'Chloë'))} {number}"
-        turn = [says("user", f"Who sees {who}?"), says("assistant", f"{who}.")]
-        chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
-    path = write_jsonl(folder / "chat.jsonl", chats)
-    line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
-    for given in (stem_ckpt, stem_ckpt.parent):
-        assert f"--init_from {given} " in command(line, given, "--overwrite").stdout
-    return folder / "data"
 
 
 def test_conversations_too_short_as_text_name_their_stage(chat):
@@ -63,21 +41,6 @@ def test_an_answer_that_is_shown_ends_where_the_message_does(stem_ckpt, chat, mo
     )
     show(model, Data(str(chat), "chat", 64, 1, total=1), seed=0)
     assert capsys.readouterr().out.endswith("Anna.\n")
-
-
-@pytest.fixture
-def stage(stem_ckpt, data, chat):
-    """What a run of a stage is given, from the STEM model on."""
-
-    def given(name, **more) -> dict:
-        folder = chat if name == "sft" else data
-        if name == "midtrain":
-            folder = f"{data}=0.75,{chat}=0.25"
-        if name == "context":
-            more = {"block_size": 48, "batch_size": 2, **more}
-        return {**INHERITED, "data": folder, "stage": name, "init_from": stem_ckpt, **more}
-
-    return given
 
 
 def test_the_whole_chain(stage, trained, chat, tmp_path, capsys):
@@ -110,18 +73,22 @@ def test_few_conversations_are_said_to_want_a_larger_rate(chat, capsys, n_pass, 
     assert ("few conversations" in capsys.readouterr().out) == (n_pass == 9 and rate < 2e-3)
 
 
-@pytest.mark.parametrize("name", ["midtrain", "context", "sft"])
-def test_every_stage_resumes_to_the_bit(stage, tmp_path, name):
-    whole = small_run(**stage(name), out=tmp_path / "whole")
-    cut = interrupted(**stage(name), out=tmp_path / "cut", number=9)
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("midtrain", "none"), ("context", "none"), ("sft", "none"), ("dpo", "disk")],
+)
+def test_every_stage_resumes_to_the_bit_wherever_tables_are(stage, staged, tmp_path, name, place):
+    cut = interrupted(**stage(name, offload=place), out=tmp_path, number=9)
     assert checkpoint(cut)["step"] == 6
     resume(cut)
     resume(cut)  # at the last step
+    whole = staged(name)
     assert_same_run(cut, whole)
+    assert read_run(cut)["eval"][-1] == read_run(whole)["eval"][-1]
 
 
-def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(stage, data, chat, tmp_path):
-    out = small_run(**stage("midtrain"), out=tmp_path)
+def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(staged, data, chat):
+    out = staged("midtrain")
     records = read_run(out)
     rates = [record["lr"] for record in records["step"]]
     peak = 0.1 * 6e-3  # of the preset's
@@ -134,20 +101,19 @@ def test_midtrain_decays_linearly_and_reports_the_parts_of_a_mixture(stage, data
     assert other in refused(f"train.py --resume --out_dir {out} --data_dir {other}")
 
 
-def test_context_grows_the_context_and_slows_the_rotations(stage, trained, tmp_path):
-    small_run(**stage("context", block_size=96, max_iters=1), out=tmp_path)
-    old, new = checkpoint(trained["stem"])["args"], checkpoint(tmp_path)["args"]
-    assert new["block_size"] == 96 and new["doc_mask"] is True
+def test_context_grows_the_context_and_slows_the_rotations(staged, trained):
+    old, new = checkpoint(trained["stem"])["args"], checkpoint(staged("context"))["args"]
+    assert new["block_size"] == 48 and new["doc_mask"] is True
     # The slowest pair of channels turns at the end of the context as far as it did before.
     pairs = old["n_embd"] // old["n_head"] // 2
     turns = [c["block_size"] * c["rope_base"] ** (-(pairs - 1) / pairs) for c in (old, new)]
     assert turns[1] == pytest.approx(turns[0])
 
 
-def test_a_step_of_conversations_weighs_tokens_equally(stage, tmp_path):
-    whole = losses(small_run(**stage("sft"), out=tmp_path / "whole"))
-    parts = losses(small_run(**stage("sft", device_batch_size=1), out=tmp_path / "parts"))
-    assert parts == pytest.approx(whole, rel=1e-3)
+@pytest.mark.parametrize("name", ["sft", "dpo"])
+def test_micro_batches_weigh_tokens_equally_and_keep_pairs_together(stage, staged, tmp_path, name):
+    parts = losses(small_run(**stage(name, device_batch_size=1), out=tmp_path))
+    assert parts == pytest.approx(losses(staged(name)), rel=1e-3)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64])
