@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import CPU, command, flags, refused, small_run
+from naive import decoder
 
 from edit import edited_ids, spellings
 from lab.edits import Asked, answered_after_edit
-from model import Decoder, ModelConfig
 from stem import align
 from text import bpe
 from text.tokenizer import encode
@@ -132,7 +132,7 @@ def test_a_wrong_alignment_is_one_line(stem_ckpt, tmp_path):
 @pytest.mark.parametrize("how", HOW)
 def test_pairs_are_asked_under_their_own_rows_and_tables_stay(encoding, how):
     """Answers are what the model says after that very edit, or something else."""
-    model = Decoder(ModelConfig(encoding.n_vocab, 32, 3, 2, 16, table_std=3.0, init_std=0.5)).eval()
+    model = decoder(vocab_size=encoding.n_vocab)
     tables = model.tables
     pairs = []
     for source, target in permutations(("Anna", "Björn at", "QQQ the river"), 2):

@@ -9,9 +9,10 @@ import pytest
 import tiktoken
 import torch
 from conftest import says
+from naive import decoder
 
 from common import UserError
-from model import Decoder, ModelConfig
+from model import Decoder
 from sample import Chat, converse
 from text import bpe, chat
 
@@ -51,9 +52,7 @@ def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):
 
 @pytest.fixture(scope="module")
 def model(encoding) -> Decoder:
-    torch.manual_seed(0)
-    shape = ModelConfig(encoding.n_vocab, 96, 3, 2, 32, init_std=0.2, table_std=1.0)
-    return Decoder(shape).eval()
+    return decoder(vocab_size=encoding.n_vocab, block_size=96)
 
 
 def test_turns_equal_generation_from_the_whole_conversation(model, encoding):

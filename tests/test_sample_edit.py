@@ -19,11 +19,12 @@ from conftest import (
     refused,
     small_run,
 )
+from naive import decoder
 
 import edit
 from common import UserError
 from corpora.questions import score_answers
-from model import Decoder, ModelConfig
+from model import ModelConfig
 from text import bpe
 from text.columns import width
 from text.tokenizer import encode, typed
@@ -175,7 +176,7 @@ def test_a_sentence_ends_with_a_stop_that_ends_a_word(encoding, sentence, rest):
 def test_it_is_said_that_a_name_is_joined_to_its_neighbors(capsys, prompt, is_said):
     """Where there are no blanks. There, "我在云岭" is one token."""
     encoding = bpe.train(["我在云岭。云岭，很大。"] * 20, 300)
-    model = Decoder(ModelConfig(encoding.n_vocab, 32, 2, 2, 16)).eval()
+    model = decoder(vocab_size=encoding.n_vocab)
     asked = edit.Edit(source="云岭", target="很大", prompt=prompt)
     located, read = edit.new_rows(model, encoding, asked)
     assert ("has '云岭' in other tokens" in capsys.readouterr().out) == is_said

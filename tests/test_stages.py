@@ -17,6 +17,7 @@ from conftest import (
     resume,
     small_run,
 )
+from naive import decoder
 
 from common import UserError
 from model import Decoder, ModelConfig
@@ -121,8 +122,7 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     """Another size would be compiled anew, with sizes that are symbols."""
     data = Data(str(chat), "chat", 64, 1, 100)
     (rows,) = data.val.values()
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(data.encoding.n_vocab, 64, 2, 2, 32, init_std=0.2)).eval()
+    model = decoder(vocab_size=data.encoding.n_vocab, block_size=64)
     chosen = [n * rows.n_sequence // 7 for n in range(7)]  # spread evenly
     ids, targets = rows.sequences(chosen)  # of unequal lengths
     expected = F.cross_entropy(model(ids)[0].flatten(0, 1), targets.flatten(), ignore_index=-1)
