@@ -26,6 +26,7 @@ from conftest import (
     small_run,
     write_briefly,
 )
+from naive import decoder, tokens
 
 from common import UserError, locked, run
 from corpora import countries
@@ -36,7 +37,6 @@ from lab.ladder import verdicts
 from lab.pictures import interval
 from lab.runs import last_eval
 from lab.stability import REACH, spike_rate, spikes
-from model import Decoder, ModelConfig
 from train import resolve_settings as train_settings
 from training import writing
 from training.batches import Data
@@ -472,11 +472,8 @@ def test_spikes_stand_out_of_the_steps_around():
 
 @pytest.mark.parametrize("ffn", ["dense", "stem"])
 def test_vectors_are_means_of_what_projections_compute_and_read(ffn):
-    torch.manual_seed(1)
-    config = ModelConfig(vocab_size=9, ffn=ffn, n_layer=2, n_head=1, n_embd=8, d_ff=16)
-    config.block_size = 4
-    model = Decoder(config).eval()
-    text = torch.randint(9, (43,))  # the last three are left out
+    model = decoder(ffn=ffn, n_layer=2, block_size=4)
+    text = tokens(43)  # the last three are left out
     windows = text[:40].view(10, 4)
     with torch.no_grad():
         vectors = dict(geometry.vectors_of(model, text))

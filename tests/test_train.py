@@ -324,8 +324,7 @@ def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, m
 def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
     """AdamW for the backbone and RMSprop for rows, those of tables at a rate of their own, or AdamW
     for all, clipped together; linear layers alone decay."""
-    torch.manual_seed(0)
-    model = Decoder(ModelConfig(20, 8, 2, 2, 16, ffn=ffn))
+    model = decoder(ffn=ffn).train()
     theirs = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
     rows = {name: p for name, p in theirs.items() if name.startswith(("tables.", "wte."))}
     linear = [p for name, p in theirs.items() if p.dim() == 2 and name not in rows]
@@ -346,7 +345,7 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
     optimizers.append((adamw, 1.0, lambda step: 1.0))
     optimizer = Optimizer(model, settings)
     for step, lr in enumerate((1.0, 0.5, 0.1), 1):
-        ids = torch.randint(20, (2, 8))
+        ids = tokens(2, 8, seed=step)
         model(ids, ids)[1].backward()
         grads = {name: p.grad for name, p in model.named_parameters()}
         if settings.table_optimizer == "rmsprop":
