@@ -107,7 +107,7 @@ def test_styles_are_told_apart_as_the_probabilities_of_all_answers_do(encoding, 
 
 def test_a_run_asks_what_its_corpus_has_and_its_model_has_room_for(encoding, capsys):
     for size in (128, 9):
-        model = Decoder(ModelConfig(encoding.n_vocab, size, 1, 2, 8, ffn="dense")).train()
+        model = decoder(ffn="dense", vocab_size=encoding.n_vocab, block_size=size).train()
         for corpus, briefly, known in (
             ("countries", True, {"recall", "answer_nats"}),
             ("countries", False, {"recall"}),
