@@ -279,7 +279,7 @@ def stop(*_):
 
 signal.signal(signal.SIGTERM, stop)
 Path(sys.argv[2], "begun").touch()
-time.sleep(60)
+time.sleep(10)
 """
 
 
