@@ -324,24 +324,23 @@ HARMS = {
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, tmp_path, harm):
     saved = checkpoint(trained["stem"])
+    scale = saved["model"]["norm.weight"]
+    records = {
+        "foreign": saved["model"],
+        "old": {**saved, "format": 1},
+        "unknown": {**saved, "args": {**saved["args"], "unknown": 1}},
+        "nan": {**saved, "model": {**saved["model"], "norm.weight": scale * math.nan}},
+        "code": {"x": Malicious()},
+    }
     path = tmp_path / "ckpt.pt"
-    if harm == "text":
+    if harm in records:
+        torch.save(records[harm], path)
+    elif harm == "text":
         path.write_text("hello")
     elif harm == "folder":
         path.mkdir()
     elif harm == "circle":
         path.symlink_to(path)
-    elif harm == "foreign":
-        torch.save(saved["model"], path)
-    elif harm == "old":
-        torch.save({**saved, "format": 1}, path)
-    elif harm == "unknown":
-        torch.save({**saved, "args": {**saved["args"], "unknown": 1}}, path)
-    elif harm == "nan":
-        saved["model"]["norm.weight"][0] = math.nan
-        torch.save(saved, path)
-    elif harm == "code":
-        torch.save({"x": Malicious()}, path)
     before = contents(tmp_path)
     for line in (
         "sample.py --ckpt ckpt.pt",
