@@ -7,6 +7,7 @@ from multiprocessing import get_context
 
 import pytest
 import torch
+from conftest import write_briefly
 
 from corpora import countries
 from lab import counterfact
@@ -133,39 +134,32 @@ def test_wanted_changes_let_answers_follow():
     assert nats() < before - 0.2  # random layers: a name has little to say
 
 
-@pytest.mark.parametrize(
-    ("name", "how"),
-    [
-        ("fine_tune", {"rate": 0.01, "keep": 1.0}),
-        ("fine_tune", {"rate": 0.01, "bound": 0.02, "one_layer": True}),
-        ("lora", {"rank": 2, "rate": 0.01}),
-        ("swap_rows", {"how": "copy"}),
-    ],
-)
-def test_each_method_changes_what_it_says(name, how):
+def changed(method: str, **how) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """The weights that a method changes, by name: before and after."""
     editor = an_editor("stem")
-    (request,) = asked(1)
-    before = {key: weight.clone() for key, weight in editor.model.state_dict().items()}
-    getattr(editor, name)([request], **how)
-    changed = {}
-    for key, weight in editor.model.state_dict().items():
-        if not torch.equal(weight, before[key]):
-            changed[key] = weight - before[key]
+    before = {name: weight.clone() for name, weight in editor.model.state_dict().items()}
+    getattr(editor, method)(asked(1), **how)
     assert not any(parameter.requires_grad for parameter in editor.model.parameters())
-    if "keep" in how:
-        assert len(changed) > 10
-    elif "bound" in how:
-        assert list(changed) == ["blocks.1.ffn.down.weight"]
-        assert changed["blocks.1.ffn.down.weight"].abs().max() <= 0.02 + 1e-6
-    elif name == "lora":
-        assert all(".ffn." in key for key in changed)
-        assert {torch.linalg.matrix_rank(of, rtol=1e-4).item() for of in changed.values()} == {2}
-    else:
-        assert len(changed) == 2  # tables
-        for key in changed:
-            rows = editor.model.state_dict()[key]
-            assert torch.equal(rows[request.name], before[key][request.donor])
-            assert changed[key].any(1).sum() == 2
+    pairs = {name: (before[name], weight) for name, weight in editor.model.state_dict().items()}
+    return {name: pair for name, pair in pairs.items() if not torch.equal(*pair)}
+
+
+def test_each_method_changes_what_it_says():
+    assert len(changed("fine_tune", rate=0.01, keep=1.0)) > 10
+    bounded = changed("fine_tune", rate=0.01, bound=0.02, one_layer=True)
+    assert list(bounded) == ["blocks.1.ffn.down.weight"]
+    for old, new in bounded.values():
+        assert (new - old).abs().max() <= 0.02 + 1e-6
+    lora = changed("lora", rank=2, rate=0.01)
+    assert all(".ffn." in name for name in lora)
+    ranks = [torch.linalg.matrix_rank(new - old, rtol=1e-4) for old, new in lora.values()]
+    assert {*map(int, ranks)} == {2}
+    (request,) = asked(1)
+    swapped = changed("swap_rows", how="copy")
+    assert len(swapped) == 2  # tables
+    for old, new in swapped.values():
+        assert torch.equal(new[request.name], old[request.donor])
+        assert (new != old).any(1).sum() == 2
 
 
 def test_tracing_finds_the_only_ffn_that_writes():
@@ -185,10 +179,7 @@ def test_tracing_finds_the_only_ffn_that_writes():
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Models write 4 tokens in place of 64."""
-    generate = Decoder.generate
-    monkeypatch.setattr(
-        Decoder, "generate", lambda self, ids, _, **how: generate(self, ids, 4, **how)
-    )
+    write_briefly(monkeypatch, 4)
 
 
 @pytest.fixture(scope="module")
