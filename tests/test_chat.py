@@ -84,6 +84,7 @@ def test_old_turns_are_forgotten_the_system_message_is_not(model, encoding, caps
     for turn in range(8):
         list(talk.reply(f"Hello {turn}", 6, temperature=0))
     assert 1 <= len(talk.turns) < 8
+    assert "Hello 0" not in encoding.decode(talk.turns[0])
     assert "(forgotten turns: 1)" in capsys.readouterr().err
     fresh = Chat(model, encoding, "Be kind.")  # one that had only these turns goes on like it
     fresh.turns = list(talk.turns)

@@ -253,17 +253,6 @@ def test_a_file_of_facts_means_its_texts_as_they_are(encoding, tmp_path, monkeyp
 # --- edits that last ---
 
 
-@pytest.fixture(params=["none", "disk"])
-def edits(request, trained, on_disk, tmp_path):
-    """A copy of a run's checkpoint, and edit.py with flags."""
-    shutil.copytree({"none": trained["stem"], "disk": on_disk}[request.param], tmp_path / "run")
-
-    def run(*args):
-        return command("edit.py", "--offload", request.param, "--device", "cpu", *args)
-
-    return tmp_path / "run" / "ckpt.pt", run
-
-
 def read(path: Path) -> dict:
     """Every tensor and number of a checkpoint, tables in files included."""
     saved = load_checkpoint(path, verify=True)
@@ -325,14 +314,20 @@ def test_probabilities_of_long_answers_are_told_apart(stem_ckpt, monkeypatch, ca
         assert expected in capsys.readouterr().out
 
 
-def test_saved_edits_are_undone_last_first_to_the_bit(edits):
+@pytest.mark.parametrize("place", ["none", "disk"])
+def test_saved_edits_are_undone_last_first_to_the_bit(trained, on_disk, tmp_path, place):
     """One in another file, one in place. Which rows they change: test_alignments.py."""
-    ckpt, run = edits
+    source = {"none": trained["stem"], "disk": on_disk}[place]
+    ckpt = shutil.copytree(source, tmp_path / "run") / "ckpt.pt"
     files = contents(ckpt.parent)
-    saved, restored = (ckpt.parent.parent / name / "ckpt.pt" for name in "ab")
+    saved, restored = (tmp_path / name / "ckpt.pt" for name in "ab")
     states = [read(ckpt)]
-    for place, name in ((ckpt, "Chloë"), (saved, "Björn")):
-        run("--ckpt", place, *NAMES, "--target", name, "--save", saved)
+
+    def run(*args):
+        return command("edit.py", "--offload", place, "--device", "cpu", *args)
+
+    for read_from, name in ((ckpt, "Chloë"), (saved, "Björn")):
+        run("--ckpt", read_from, *NAMES, "--target", name, "--save", saved)
         states.append(read(saved))
     assert changed_rows(*states[:2])[0] == changed_rows(*states[1:])[0]
     run("--ckpt", saved, "--undo", "--save", restored)

@@ -377,8 +377,7 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, tmp_path, place):
         for name in ("rows", "state", "notes"):
             shutil.copy(rows / "rows", folder / name)
     for name in FOREIGN[place]:
-        if isinstance(name, str):
-            name = name.format(root=tmp_path, id=rows.name)
+        name = name.format(root=tmp_path, id=rows.name)
         forged = copy.deepcopy(saved)
         if place == "crc32":
             forged["tables"]["crc32"][name] = 1
