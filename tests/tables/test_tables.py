@@ -32,14 +32,6 @@ def tables(n_table: int = 2) -> ResidentTables:
     return made
 
 
-def ordinary() -> list[nn.Embedding]:
-    """The same tables as PyTorch's own embeddings."""
-    embeddings = []
-    for weight in tables().weight:
-        embeddings.append(nn.Embedding.from_pretrained(weight, freeze=False))
-    return embeddings
-
-
 def backward(rows, seed: int = 0) -> None:
     """A loss in which every number of every table matters, nonlinearly."""
     generator = torch.Generator().manual_seed(seed)
@@ -73,7 +65,7 @@ def test_the_host_waits_for_a_copy_of_memory_that_is_not_pinned(monkeypatch):
 def test_gradients_equal_the_touched_rows_of_a_dense_gradient(n_part):
     """Of micro-batches, of whose rows no more than one's are held at a time."""
     made = tables()
-    embeddings = ordinary()
+    embeddings = [nn.Embedding.from_pretrained(w, freeze=False) for w in tables().weight]
     for seed, part in enumerate(BATCH.view(-1, 1).chunk(n_part)):  # 3 is in several
         backward(made.lookup(part), seed)
         backward([embedding(part) for embedding in embeddings], seed)  # autograd accumulates
