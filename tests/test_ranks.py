@@ -75,6 +75,8 @@ def assert_close(a, b) -> None:
 def assert_same_training(a: Path, b: Path) -> None:
     assert len(losses(a)) == 6
     assert_close(torch.tensor(losses(a)), torch.tensor(losses(b)))
+    norms = [[step["grad_norm"] for step in read_run(folder)["step"]] for folder in (a, b)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     evals = [{e["step"]: e for e in read_run(folder)["eval"]} for folder in (a, b)]
     for step, other in evals[1].items():  # where a run resumed it evaluated once more
         for name in {"val_loss", "margin", "accuracy"} & other.keys():
