@@ -6,10 +6,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
-    command,
-    flags,
     refused,
-    says,
 )
 from simulated_gpu import SimulatedGpu
 

@@ -263,6 +263,13 @@ def test_layers_compute_in_the_precision_of_dtype(dtype):
     assert seen == [getattr(torch, dtype)]
 
 
+def test_32_bits_need_no_autocast():
+    """On the GPU of a Mac, that of PyTorch 2.6 would warn; some devices it does not know."""
+    with torch.device("meta"):
+        objective = NextToken(decoder(), "float32")
+    assert objective(*tokens(2, 2, 24)).is_meta
+
+
 def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
     model = decoder().train()
     optimizer = Optimizer(model, Settings(model=model.config, max_iters=9), "float16")

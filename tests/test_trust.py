@@ -583,6 +583,17 @@ def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding
     assert checkpoint(tmp_path)["args"].keys() == vars(model.config).keys() - {"attention_kinds"}
 
 
+def test_a_run_that_is_a_link_to_another_is_replaced_without_it(on_disk, data, tmp_path):
+    other = shutil.copytree(on_disk, tmp_path / "other")
+    (other / ".ckpt.pt.0123abcd.tmp").touch()  # which it may be writing: its folder is not locked
+    before = contents(other)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/ckpt.pt").symlink_to(other / "ckpt.pt")
+    small_run(data, tmp_path / "out", overwrite=True, max_iters=1)
+    assert contents(other) == before
+    load_model(other / "ckpt.pt", CPU)
+
+
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
     (tmp_path / "data/countries").mkdir(parents=True)
     (tmp_path / "data/countries/meta.json").write_text("{}")
