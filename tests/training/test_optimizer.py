@@ -2,6 +2,7 @@
 
 import random
 
+import pytest
 import torch
 from torch import nn
 
@@ -42,6 +43,7 @@ def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_a
     assert mine.grad is None
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
 def test_a_compiled_model_has_the_tables_of_the_model_in_it():
     model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
     optimizer = Optimizer(torch.compile(model), Settings(model=model.config))
