@@ -278,7 +278,7 @@ def fit(run: Run) -> None:
         relatives=digests(settings.model.ffn, settings.model.attention),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
-    if settings.resume and run.step == run.best[1]:
+    if run.step and run.step == run.best[1]:
         save_best(run)  # the run may have ended between ckpt.pt and best.pt
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
@@ -351,7 +351,7 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
     if run.step == 0:
         # An earlier run is replaced only now, when this one has shown that it can be evaluated.
         check_finite(settings, "validation", losses["val_loss"], run.step)
-        if ranks.rank == 0:
+        if ranks.rank == 0 and not settings.resume:
             remove_run(settings.out_dir)
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
     meter.log.write(type="eval", step=run.step, **losses)

@@ -131,6 +131,24 @@ def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(
     assert evals == [(0, 9.0), (6, 6.0), (12, 7.0), (13, 5.0), (16, 4.0)]
 
 
+def test_a_run_that_was_stopped_before_its_first_step_resumes_from_there(
+    data, tmp_path, monkeypatch
+):
+    def stopped(*given) -> dict:
+        signal.raise_signal(signal.SIGINT)
+        return validate(*given)
+
+    validate = train.validate
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr(train, "validate", stopped)
+        small_run(data, tmp_path)
+    for _ in range(2):  # the power fails before the next checkpoint
+        with monkeypatch.context() as patch, pytest.raises(PowerCut):
+            cut_in_step(patch, 2)
+            resume(tmp_path)
+    assert not (tmp_path / "best.pt").exists()  # nothing was found to be better
+
+
 def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, validated, capsys):
     """Of a text that is known by heart, the loss wavers near zero: that is no rise."""
     validated(9.0, 5.0, 0.0005, 0.0024, 3.0, 3.5)  # steps 0, 5, 10, 12; 15, 17
