@@ -263,7 +263,7 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
 
 
 def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
-    files = {"A.TXT": b"caf\xe9 " * 100, "one.txt": b"a"}
+    files = {"A.TXT": b"caf\xe9 " * 100, "empty.txt": b"", "one.txt": b"a"}
     files["blank.jsonl"], files["dna.fa"] = b'{"text": ""}', b">a\nACGT"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -277,6 +277,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
     for line, reason in (
         ("--input gone.txt --out_dir x", "gone.txt: No such file"),
         ("--input A.TXT --out_dir x", "A.TXT:1: not UTF-8: convert it"),
+        ("--input empty.txt --out_dir x", "0 of 0 documents (empty)"),
         ("--input blank.jsonl --out_dir x", "0 of 0 documents (empty documents are left out)"),
         ("--input one.txt --out_dir x", "no document for val.bin"),
         ("--input empty --out_dir x", "empty: the folder has none of .txt, .md"),
@@ -319,6 +320,7 @@ BLANKS = b" " * 10**6
         ({"messages": TALK}, "chat, while the first document is text"),
         (b'{"messages": "Hi"}', 'no answers to learn among "user".*: its keys are messages'),
         (b'{"prompt": "a", "chosen": "b", "rejected": null}', '"rejected" is empty'),
+        (b'{"prompt": "a", "chosen": "", "rejected": "b"}', '"chosen" is empty'),
         ({"messages": TALK, "chosen": "a", "rejected": "b"}, "messages must end with the question"),
         ({"messages": [says("user", "a"), says("assistant", " ")]}, "an answer is empty"),
         ({"system": "A", "messages": [says("system", "A"), *TALK]}, "a system message beside"),
@@ -395,6 +397,7 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
             [says("user", "Add.\n1, 2"), says("assistant", "3")],
             "",
         ),
+        (b'{"instruction": "Hi?", "text": "Ho.", "id": 1}', "Ho.", "instruction"),
         # A list has a line break between parts, unless a blank is there.
         ({"text": ["One", ["two ", "three"], "", {"text": "4"}]}, "One\ntwo three\n4", ""),
         (
