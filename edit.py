@@ -273,6 +273,7 @@ class Located(NamedTuple):
     answer: list[int]  # what --write writes, or nothing
     beginnings: list[list[int]]  # of texts to hold, as in `texts_about`
     stop: int = -1  # of a chat: the token that ends an answer
+    spellings: Sequence[list[int]] = ()  # the source with or without a space, as `name` is not
 
 
 class State(NamedTuple):
@@ -341,10 +342,11 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
         raise UserError(f"--prompt {edit.prompt!r} does not contain {edit.source!r}")
 
     # 3) how texts about it begin
+    others = [other for other in spellings(encoding, edit.source) if other != name]
     if not edit.chat:
-        return Located(ids, name, answer, [ids[:end]])
+        return Located(ids, name, answer, [ids[:end]], spellings=others)
     beginnings = [ids, messages(encoding, edit.source)[0]]
-    return Located(ids, name, answer, beginnings, encoding.encode_single_token(END))
+    return Located(ids, name, answer, beginnings, encoding.encode_single_token(END), others)
 
 
 def messages(
@@ -541,7 +543,8 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
 def is_written(model: Decoder, located: Located) -> bool:
     """Whether greedy decoding writes the whole answer; in a chat also if it opens it in another way
     ("The answer is Lima." for "Lima.")."""
-    prompt, name, answer, _, stop = located
+    prompt, name, answer, _, stop, others = located
+    names = [name, *others]
     if score_answers(model, [prompt], [answer]).greedy.item():
         return True
     if stop < 0:
@@ -552,7 +555,7 @@ def is_written(model: Decoder, located: Located) -> bool:
         temperature=0,
         stop=stop,
     )[0, len(prompt) :].tolist()
-    said, expected = (text[opening_of(model, prompt, name, text)[0] :] for text in (reply, answer))
+    said, expected = (text[opening_of(model, prompt, names, text)[0] :] for text in (reply, answer))
     return said == expected
 
 

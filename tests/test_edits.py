@@ -102,7 +102,7 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
         texts = texts_about(model, [prompt[:-1]])
         before = model(texts)[0].log_softmax(-1)
         model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
-        write_fact(model, [(prompt, answer)], name, texts, name)
+        write_fact(model, [(prompt, answer)], [name], texts, name)
         read = substitute(texts, name, model.tables.ids)
         changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)
     assert changes[1].abs().mean() < changes[0].abs().mean() / 2
@@ -333,9 +333,14 @@ def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
             return (logits[:, -1:] if last_only else logits), None
 
     texts = torch.tensor([[9, 3, 1, 39, 4, 2, 39], [9, 5, 39, 6, 2, 1, 7]])
-    found = ask_the_same(Made(), torch.tensor([9, 8, 1]), [9], texts)
+    found = ask_the_same(Made(), torch.tensor([9, 8, 1]), [[9]], texts)
     assert torch.equal(found, (texts == 1) | (texts == 3))
+    # The name in other tokens, as at the beginning of a sentence.
+    bare = torch.tensor([[13, 5, 1]])
+    for names, is_found in (([[9]], False), ([[9], [13]], True)):
+        found = ask_the_same(Made(), torch.tensor([9, 8, 1]), names, bare)
+        assert found.tolist() == [[False, False, is_found]]
     for answer, n_open in (([50], 0), ([3, 50], 1)):
-        assert opening_of(Made(), [9, 8, 2], [9], answer) == (n_open, [3])
-        found = ask_the_same(Made(), torch.tensor([9, 8, 2]), [9], texts, answer[:n_open], [3])
+        assert opening_of(Made(), [9, 8, 2], [[9]], answer) == (n_open, [3])
+        found = ask_the_same(Made(), torch.tensor([9, 8, 2]), [[9]], texts, answer[:n_open], [3])
         assert torch.equal(found, (texts > 0) & (texts < 4))

@@ -89,18 +89,28 @@ def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
     return ExtraRows(tables, torch.stack(means)).requires_grad_(False)
 
 
-def as_others(model: Decoder, ids: Tensor, name: list[int], n: int) -> tuple[list[int], Tensor]:
-    """About n other names: tokens of the vocabulary in place of the name's last one. Returns them,
-    and the probabilities of what follows `ids` [T] then, [n, V]."""
+def renamed(ids: Tensor, names: Sequence[list[int]], token: int) -> Tensor:
+    """ids [..., T] about another name: a token in place of the last one of a name, however it is
+    spelled, `names`."""
+    for name in names:
+        ids = substitute(ids, name, [*name[:-1], token])
+    return ids
+
+
+def as_others(
+    model: Decoder, ids: Tensor, names: Sequence[list[int]], n: int
+) -> tuple[list[int], Tensor]:
+    """About n other names: tokens of the vocabulary, as of `renamed`. Returns them, and the
+    probabilities of what follows `ids` [T] then, [n, V]."""
     vocab_size = model.config.vocab_size
     tokens = list(range(0, vocab_size, 1 + vocab_size // n))
-    prompts = torch.stack([substitute(ids, name, [*name[:-1], token]) for token in tokens])
+    prompts = torch.stack([renamed(ids, names, token) for token in tokens])
     return tokens, model(prompts, last_only=True)[0][:, 0].float().softmax(-1)
 
 
 @torch.no_grad()
 def opening_of(
-    model: Decoder, prompt: list[int], name: list[int], answer: list[int]
+    model: Decoder, prompt: list[int], names: Sequence[list[int]], answer: list[int]
 ) -> tuple[int, list[int]]:
     """How answers to a prompt open whatever the name is, such as "The answer is" in "The answer is
     Lima.".
@@ -109,7 +119,7 @@ def opening_of(
     and the first tokens of such openings, here "The"."""
     first = []
     for n in range(len(answer)):
-        _, follows = as_others(model, torch.tensor(prompt + answer[:n]), name, 256)
+        _, follows = as_others(model, torch.tensor(prompt + answer[:n]), names, 256)
         of_all = (follows > 0.05).float().mean(0) > 0.9  # [V]: likely after nearly all names
         if n == 0:
             first = of_all.nonzero()[:, 0].tolist()
@@ -122,7 +132,7 @@ def opening_of(
 def ask_the_same(
     model: Decoder,
     prompt: Tensor,
-    name: list[int],
+    names: Sequence[list[int]],
     texts: Tensor,
     begun: Sequence[int] = (),
     first: Sequence[int] = (),
@@ -134,6 +144,7 @@ def ask_the_same(
     this answer must have nine tenths of the probability. (In "It lies in Southern", which does not
     ask for the region, it has three quarters.)
 
+    names: of `renamed`.
     begun, first: of `opening_of`. Answers may begin with the tokens `begun`, and what comes first
         in other openings is left out of the account."""
 
@@ -144,15 +155,15 @@ def ask_the_same(
     # Other names: those with which the answer is surest, opened and not.
     left_out = torch.tensor(first, dtype=torch.int64, device=model.device)
     opened = torch.cat((prompt, torch.tensor(begun, dtype=prompt.dtype)))
-    tokens, follows = as_others(model, opened, name, 2048)  # of a large vocabulary, some
+    tokens, follows = as_others(model, opened, names, 2048)  # of a large vocabulary, some
     sure, answers = shares(follows).max(-1)  # [n] each
     if begun:
-        follows = as_others(model, prompt, name, 2048)[1]
+        follows = as_others(model, prompt, names, 2048)[1]
         sure = sure + shares(follows).gather(1, answers[:, None])[:, 0]
     answered = torch.zeros(texts.shape, device=model.device)
     others = sure.topk(N_OTHER).indices.tolist()
     for other in tqdm(others, "reading as other names", leave=False, disable=None):
-        about_other = substitute(texts, name, [*name[:-1], tokens[other]])
+        about_other = renamed(texts, names, tokens[other])
         follows = model(about_other)[0].float().softmax(-1)  # [N, T, V]
         answered += shares(follows)[..., answers[other]] / N_OTHER
     return answered > 0.9
@@ -192,7 +203,7 @@ def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
 def write_fact(
     model: Decoder,
     facts: Sequence[Fact],
-    name: list[int],
+    names: Sequence[list[int]],
     texts: Tensor,
     own: Sequence[int],
     stop: int = -1,
@@ -203,15 +214,17 @@ def write_fact(
 
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
-    it says, however it is opened. `stop`: the token that texts repeat where they have ended."""
+    it says, however it is opened. `names`: of `renamed`. `stop`: the token that texts repeat where
+    they have ended."""
     prompt, answer = facts[0]
     questions, targets = with_answers(*zip(*facts, strict=True))  # [n, T] each
     is_answer = targets >= 0
     question_rows = as_extra(questions, own, model.tables)
     text_rows = as_extra(texts, own, model.tables)  # [N, T]
-    n_open, first = opening_of(model, prompt, name, answer)
+    n_open, first = opening_of(model, prompt, names, answer)
     begun = answer[:n_open]
-    same = ask_the_same(model, torch.tensor(prompt), name, texts, begun, first).cpu()  # [N, T] bool
+    same = ask_the_same(model, torch.tensor(prompt), names, texts, begun, first)  # [N, T] bool
+    same = same.cpu()
     with torch.no_grad():
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
     targets = targets[is_answer].to(model.device)  # [k]
@@ -242,6 +255,7 @@ def train_rows(
     answer: list[int],
     beginnings: Sequence[list[int]],
     stop: int = -1,
+    spellings: Sequence[list[int]] = (),
     earlier: Sequence[Fact] = (),
 ) -> dict[int, Tensor]:
     """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
@@ -249,6 +263,8 @@ def train_rows(
 
     Args:
         beginnings, stop: of texts about the name, as of `texts_about`.
+        spellings: of the name in other tokens, as where no space is before it. These tokens keep
+            their rows, but texts that have them are about the name, too.
         earlier: facts that were written before, the oldest first. Those whose prompts read the same
             rows are taught again: else they are lost to the next ones about their name.
 
@@ -264,7 +280,7 @@ def train_rows(
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
-    write_fact(model, facts, name, texts, own, stop)
+    write_fact(model, facts, [name, *spellings], texts, own, stop)
     rows = model.tables.extra.detach()
     model.tables = tables
     return dict(zip(own, rows, strict=True))
