@@ -255,6 +255,8 @@ def start(
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]
+        if run.step and run.step == run.best[1] and not checkpoint["edits"]:
+            save_best(run)  # the run may have ended between ckpt.pt and best.pt
     objective.begin(data, checkpoint["objective"] if settings.resume else None)
     if settings.compile:
         check_compiler(device)
@@ -278,8 +280,6 @@ def fit(run: Run) -> None:
         relatives=digests(settings.model.ffn, settings.model.attention),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
-    if run.step and run.step == run.best[1]:
-        save_best(run)  # the run may have ended between ckpt.pt and best.pt
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
     bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
