@@ -131,6 +131,17 @@ def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(
     assert evals == [(0, 9.0), (6, 6.0), (12, 7.0), (13, 5.0), (16, 4.0)]
 
 
+def test_edits_do_not_get_into_the_best_model_of_a_run(trained, tmp_path, capsys):
+    out = shutil.copytree(trained["stem"], tmp_path / "out")
+    assert checkpoint(out, "best.pt")["step"] == checkpoint(out)["step"]
+    before = (out / "best.pt").read_bytes()
+    ckpt = out / "ckpt.pt"
+    command("edit.py --source Anna --target Björn --prompt Anna --ckpt", ckpt, "--save", ckpt)
+    resume(out)
+    assert "edits cannot be undone" in capsys.readouterr().out
+    assert (out / "best.pt").read_bytes() == before
+
+
 def test_a_run_that_was_stopped_before_its_first_step_resumes_from_there(
     data, tmp_path, monkeypatch
 ):
