@@ -46,7 +46,7 @@ from training.checkpoints import checkpoint_of, load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import read_run
-from training.report import model_sizes
+from training.report import format_figures, model_sizes
 from training.settings import PRESETS, STAGES, Settings
 
 FILES = {"ckpt.pt", "best.pt", "metrics.jsonl", "loss.png"}
@@ -517,6 +517,11 @@ def test_a_text_file_as_data_dir_is_prepared_first(tmp_path):
     text.write_text("Once upon a time.")
     said = refused(f"train.py --data_dir {text} --out_dir {tmp_path}/out")
     assert f"--input {text} --out_dir data/my" in said and "--overwrite" not in said
+
+
+def test_figures_are_shown_in_words_but_for_folders():
+    figures = {"val_loss/data/my_text": 1.5, "tok_per_s": 6800.4}
+    assert format_figures(figures) == "val loss/data/my_text 1.5, tok per s 6,800"
 
 
 def test_eval_only_reads_as_much_whatever_the_run_read(trained, data, tmp_path):

@@ -11,14 +11,16 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import torch
 from conftest import ROOT, SMALL, command, resume
 from test_trust import EDIT, snapshots
 
 import common
 import train
 from common import command_line
+from tables import storage
 from training.checkpoints import load_checkpoint
-from training.folders import live_tables
+from training.folders import live_tables, run_folder
 
 ON_DISK = ("--offload", "disk")
 MAPS = Path("/proc/self/maps")  # what is mapped here
@@ -67,6 +69,16 @@ def test_tables_that_trained_go_with_their_run(data, trained, tmp_path, windows)
     command("convert.py", trained["dense"] / "ckpt.pt", *ways)
     for folder in (tmp_path / "run", converted.parent):
         assert not live_tables(folder).exists()
+
+
+@needs_maps
+def test_tables_go_even_if_they_are_in_a_circle_of_references(tmp_path, windows):
+    """As that of an error which Python 3.12 or 3.13 raises in `reading`, and its frames."""
+    with run_folder(tmp_path):
+        circle = [storage.DiskStorage.create(live_tables(tmp_path), (2, 3, 4), torch.float32)]
+        circle.append(circle)
+        del circle
+    assert not live_tables(tmp_path).exists()
 
 
 @needs_maps
