@@ -361,6 +361,7 @@ def test_a_head_of_its_own_is_not_left_out(tmp_path):
     [
         (lambda spans, raw: [shift(span, 1) for span in spans], "damaged"),
         (lambda spans, raw: spans[2].update(shape=[-1, *spans[2]["shape"][1:]]), "damaged"),
+        (lambda spans, raw: spans[2].update(shape="[32]"), "damaged"),
         (lambda spans, raw: raw.extend(b"more"), "damaged"),
         (lambda spans, raw: raw.__delitem__(slice(4)), "damaged"),
         (lambda spans, raw: raw.__setitem__(slice(400, 404), b"\0\0\xc0\x7f"), "not finite"),

@@ -2,6 +2,7 @@
 
 import errno
 import io
+import math
 import os
 import runpy
 import shutil
@@ -105,6 +106,14 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
         monkeypatch.setattr(sys, "stdout", Gone())
         common.run(lambda: print("x"))
     assert ended.value.code == 1
+
+
+def test_tables_for_which_there_is_no_memory_are_one_line(monkeypatch):
+    no_room = OSError(errno.EINVAL, "The paging file is too small for this operation to complete")
+    monkeypatch.setattr(storage, "free_ram", lambda: math.inf)  # nobody knows
+    monkeypatch.setattr(storage.mmap, "mmap", Mock(side_effect=no_room))
+    with pytest.raises(SystemExit, match="error: out of memory"):
+        common.run(lambda: storage.RamStorage((2, 3, 4), torch.float32))
 
 
 def test_the_page_does_not_share_its_port_with_another_program(monkeypatch):

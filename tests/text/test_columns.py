@@ -16,6 +16,7 @@ from text.columns import padded, shortened, width, wrapped
         ("e\u0301", 1),
         ("\u1112\u1161\u11ab", 2),
         ("😀", 2),
+        ("سَلام", 4),
     ],
 )
 def test_a_wide_character_takes_two_columns_and_a_mark_none(text, n):
