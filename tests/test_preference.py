@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from conftest import (
-    CPU,
-    refused,
-)
+from conftest import CPU, command, flags, refused, says
 from simulated_gpu import SimulatedGpu
 
+from common import UserError
 from corpora import countries
+from text.writer import write_dataset
 from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import validate
@@ -37,6 +36,37 @@ def test_of_pairs_only_the_last_answers_are_learned_to_their_ends(pairs):
         before = [side[: first + 1] for side, first in zip(both, firsts, strict=True)]
         n = min(firsts)
         assert torch.equal(before[0][-n:], before[1][-n:])
+
+
+def test_pairs_that_are_the_same_where_they_are_cut_are_left_out_and_counted(
+    stem_ckpt, pairs, tmp_path
+):
+    """Their loss would be ln 2 and their margin 0, whatever is learned."""
+    encoding = Data(str(pairs), "preference", 32, 0, 1).encoding
+    end = " sees Björn at the river" * 20
+
+    def long(name: str, more: str) -> tuple[list[dict], list[dict]]:
+        return tuple([says("user", "Who?"), says("assistant", text)] for text in (name, more))
+
+    early = long("Anna" + end, "Björn" + end)  # differ where nothing is kept
+    late = long("Anna" + end, "Anna" + end + ".")
+    both = [early, late, early, long("Anna.", "Björn."), early, long("Anna" + end, "Björn.")]
+    split = [("train", pair) for pair in both] + [("val", late), ("val", early)]
+    write_dataset(tmp_path / "a", split, encoding, "preference", corpus="files")
+    source = Data(str(tmp_path / "a"), "preference", 32, 0, 1).train
+    assert (source.n_sequence, source.n_same) == (3, 3)
+    _, targets = source.pairs(range(3))
+    assert not any(torch.equal(*pair) for pair in targets)
+    assert "Anna.<|im_end|>" in encoding.decode(targets[1, 0][targets[1, 0] >= 0].tolist())
+    line = "train.py --stage dpo --max_iters 1 --init_from"
+    said = command(line, stem_ckpt, *flags(data_dir="a", out_dir="b"), cwd=tmp_path)
+    assert "4 pairs are left out: cut to --block_size, their answers are the same" in said.stdout
+
+    write_dataset(
+        tmp_path / "c", [split[0], ("val", early)], encoding, "preference", corpus="files"
+    )
+    with pytest.raises(UserError, match=r"--block_size 32.*raise it"):
+        Data(str(tmp_path / "c"), "preference", 32, 0, 1)
 
 
 # --- the loss ---

@@ -466,7 +466,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
     marked = [*talk[:3], {**talk[3], "weight": 0}, *talk[4:]]
     documents = [("train", marked), ("val", talk)]
     write_dataset(tmp_path, documents, encoding, "chat", corpus="x")
-    ids, targets = Data(str(tmp_path), "chat", 128, 0, 1).train.conversation(0)
+    ids, targets = Data(str(tmp_path), "chat", 128, 0, 1).train.sequence(0)
     whole = [encoding.eot_token, *chat.render(encoding, talk)]
     assert ids.tolist() == whole[:-1]
     learned = encoding.decode(targets[targets >= 0].tolist())

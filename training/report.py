@@ -77,6 +77,9 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     n_cut = getattr(data.train, "n_cut", 0)
     if n_cut:
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
+    n_same = sum(getattr(source, "n_same", 0) for source in (data.train, *data.val.values()))
+    if n_same:
+        print(f"{n_same:,} pairs are left out: cut to --block_size, their answers are the same")
 
 
 def passes(settings: Settings, data: Data) -> float:

@@ -23,9 +23,8 @@ def shuffled(seed: int, epoch: int, n_sequence: int, n_offset: int) -> tuple[np.
 class Source:
     """Sequences of token ids, in the order of the file or, with a seed, shuffled anew every epoch.
 
-    Each kind of source has a method `sequence(index)`: inputs [T], targets [T] (-1: not predicted);
-    or `sequences` of its own, where they are not of one length. What is not text has `question()`,
-    too, the prompt that is answered at the end of a run.
+    Each kind of source has a method `sequence(index)`: inputs [T], targets [T] (-1: not predicted).
+    What is not text has `question()`, too, the prompt that is answered at the end of a run.
     """
 
     def __init__(
