@@ -543,11 +543,16 @@ class Decoder(nn.Module):
             nn.init.normal_(parameter, std=std)
         self.tables.init_rows(self.config.table_std)
 
+    @property
+    def all_tables(self) -> dict[str, Tables]:
+        """By name: `tables`, an embedding `wte` that is not the head, and those that a decoder of
+        your own adds."""
+        return {name: child for name, child in self.named_children() if isinstance(child, Tables)}
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
-        for tables in self.children():
-            if isinstance(tables, Tables):
-                tables.zero_grad()  # they have gradients that are no parameter's
+        for tables in self.all_tables.values():
+            tables.zero_grad()  # they have gradients that are no parameter's
 
     # --- the forward pass ---
 
@@ -618,9 +623,8 @@ class Decoder(nn.Module):
         x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
         if torch.is_grad_enabled() and self.head_weight.requires_grad:  # it is being trained
-            for tables in self.children():
-                if isinstance(tables, Tables):
-                    tables.check_mode()
+            for tables in self.all_tables.values():
+                tables.check_mode()
         return x
 
     def through_layers(

@@ -89,11 +89,10 @@ class Optimizer:
 
         # Tables, and an embedding that is not the head, are trained row by row, by RowRMSprop. With
         # --table_optimizer adamw, they become ordinary parameters, of which AdamW trains all rows.
-        # A decoder of somebody's own may have more of them than `tables` and `wte`.
         model = getattr(model, "_orig_mod", model)  # of torch.compile(model), whose child it is
         self.rmsprops: dict[str, RowRMSprop] = {}
-        for name, tables in sorted(model.named_children()):
-            if isinstance(tables, Tables) and len(tables.weight) and not tables.frozen:
+        for name, tables in sorted(model.all_tables.items()):
+            if len(tables.weight) and not tables.frozen:
                 whole = settings.table_optimizer == "adamw"
                 for weight in tables.weight:  # not tables.requires_grad_: False would freeze them
                     weight.requires_grad_(whole)
