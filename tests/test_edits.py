@@ -10,7 +10,7 @@ from conftest import CPU, assert_same, write_jsonl
 from common import UserError
 from corpora import countries
 from corpora.questions import score_answers
-from edit import Edit, continuations, edit_checkpoint, locate, undo
+from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
 from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
@@ -315,6 +315,21 @@ def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
         assert ("im_start" in said.out) == chats
         expected = {"pretrain": "not trained to chat", "sft": "", "dpo": "chats: give --chat"}
         assert expected[stage] in said.err and bool(said.err) == bool(expected[stage])
+
+
+def test_texts_that_spell_the_name_otherwise_are_asked_for_the_fact_too(encoding, monkeypatch):
+    """As at the beginning of a line, where no space is before it."""
+    asked = []
+
+    def watched(model, prompt, names, *rest):
+        asked.append([encoding.decode(name) for name in names])
+        return ask_the_same(model, prompt, names, *rest)
+
+    monkeypatch.setattr(writing, "ask_the_same", watched)
+    monkeypatch.setattr(writing, "STEPS", 1)
+    for prompt, names in (("Country: Spain", [" Spain", "Spain"]), ("Spain", ["Spain", " Spain"])):
+        new_rows(made(encoding), encoding, Edit(source="Spain", write="yes", prompt=prompt))
+        assert asked.pop() == names
 
 
 def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
