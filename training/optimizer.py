@@ -89,7 +89,6 @@ class Optimizer:
 
         # Tables, and an embedding that is not the head, are trained row by row, by RowRMSprop. With
         # --table_optimizer adamw, they become ordinary parameters, of which AdamW trains all rows.
-        model = getattr(model, "_orig_mod", model)  # of torch.compile(model), whose child it is
         self.rmsprops: dict[str, RowRMSprop] = {}
         for name, tables in sorted(model.all_tables.items()):
             if len(tables.weight) and not tables.frozen:
