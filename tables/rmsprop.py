@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common import mixed
 from tables.storage import DTYPES
-from tables.tables import Tables, send, trained
+from tables.tables import Tables, send
 
 PART = 1 << 17  # numbers that a CPU updates at a time, so that all operands fit its caches
 
@@ -63,7 +63,7 @@ class RowRMSprop:
             "of rows: train.py does it, by columns (tables/sharded.py). For a model of each "
             "process's own, make this before the process group"
         )
-        trained.add(tables)
+        tables.watch.has_optimizer = True
         self.tables = tables
         self.beta2 = beta2
         self.eps = eps

@@ -16,41 +16,17 @@ Four kinds of integers say which row is meant:
                         if the device has the whole table, but not in a working set (offload.py)
 """
 
-import sys
-import warnings
 from collections.abc import Iterator
-from weakref import WeakSet
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tables.storage import TableStorage
+from tables.watch import Watch
 
 STREAM_DEVICES = {"cuda"}  # kinds of devices whose copies can run beside compute
-# No step has so many micro-batches: after more lookups than this, nobody takes the gradients.
-MOST_READS = 4096
-ADVICE = (
-    "rows are no parameters, neither those of tables nor those of an embedding that is not the "
-    "head: AdamW(model.parameters()) leaves them as they are. Take training.optimizer.Optimizer, "
-    "or give model.tables and model.wte a tables.rmsprop.RowRMSprop each, and call its step(lr) "
-    "after each step. (What is to stay as it is: call its requires_grad_(False).)"
-)
-# An optimizer that does not know rows would leave them behind in silence. To notice this, we count
-# the steps of all optimizers of PyTorch, and remember the tables whose gradients somebody takes.
-# (An attribute would not do: a deep copy of the tables would have it, too, but has no optimizer.)
-optimizer_steps = 0
-trained: WeakSet["Tables"] = WeakSet()
-
-
-def count_step(*_) -> None:
-    global optimizer_steps
-    optimizer_steps += 1
-
-
-register_optimizer_step_post_hook(count_step)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -89,11 +65,7 @@ class Tables(nn.Module):
         # 2) The sums, of lookups whose backward pass is over: distinct sorted ids [n], and
         # gradients [n, W] for each table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None
-        self.n_read = 0  # lookups since the last `zero_grad`
-        # The count of `optimizer_steps` when gradients began to wait (or, in eval() mode, when a
-        # loss was first computed). If the count is higher later, an optimizer has stepped without
-        # them. Once somebody has asked for the gradients, this is beyond any count.
-        self.waiting_since = sys.maxsize
+        self.watch = Watch()  # notices that nobody takes them
 
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
@@ -122,18 +94,11 @@ class Tables(nn.Module):
         return self.training and torch.is_grad_enabled() and not self.frozen
 
     def check_mode(self) -> None:
-        """Called by each forward pass of a model that is trained. Warns if an optimizer steps while
-        the model is in eval() mode, in which rows get no gradients."""
-        is_constant = self.frozen or self in trained or not len(self.weight)
-        if self.training or is_constant or self.weight[0].requires_grad:
-            return
-        self.waiting_since = min(self.waiting_since, optimizer_steps)
-        if self.waiting_since < optimizer_steps:
-            warnings.warn(
-                "an optimizer steps, but rows stay in eval() mode: call model.train() or, if this "
-                f"is not what is trained, compute under torch.no_grad(). {ADVICE}",
-                stacklevel=6,
-            )
+        """Called by each forward pass of a model that is trained: warns if its rows are not, since
+        it is in eval() mode."""
+        is_constant = self.frozen or not len(self.weight)
+        if not (self.training or is_constant or self.weight[0].requires_grad):
+            self.watch.forward_in_eval_mode()
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table in turn, [B, T, W] on the compute device; in training they
@@ -156,8 +121,7 @@ class Tables(nn.Module):
         `merge` collects them."""
         # Merge before each micro-batch: so a step keeps the rows of one of them, and not of all.
         self.merge()
-        self.check_taken(may_wait=self in trained)
-        self.n_read += 1
+        self.watch.lookup(waiting=self.merged is not None)
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)
         leaves = [self.read(table, slots).requires_grad_() for table in range(len(self.weight))]
@@ -266,25 +230,12 @@ class Tables(nn.Module):
             self.merged = one if self.merged is None else added(self.merged, one)
         self.reads = waiting
 
-    def check_taken(self, may_wait: bool = False) -> None:
-        """AssertionError: some optimizer stepped while merged gradients of rows were waiting, so
-        nobody seems to take them. `may_wait`: an optimizer of rows exists and will take them later.
-        Then the step was another model's, such as a critic's, between two micro-batches."""
-        if self.merged is None:
-            self.waiting_since = optimizer_steps
-        is_fine = may_wait or optimizer_steps <= self.waiting_since
-        assert is_fine and self.n_read <= MOST_READS, (
-            f"the gradients of {self.n_read} lookups were not taken: {ADVICE} (More micro-batches "
-            "in a step, on purpose: raise tables.tables.MOST_READS.)"
-        )
-
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last `zero_grad`, micro-batches merged: distinct
         sorted ids [n], and for each table [n, W] on the compute device. They are valid until the
         next lookup, and may be clipped in place. AssertionError: there are none."""
         self.merge()
-        self.waiting_since = sys.maxsize
-        trained.add(self)
+        self.watch.taken()
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
             "train() mode? Have tables become parameters, by its requires_grad_(True), or been "
@@ -293,17 +244,13 @@ class Tables(nn.Module):
         return self.merged
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, and lookups that were not differentiated. AssertionError: as
-        `check_taken`. Warns if there are gradients that no optimizer takes, as in a loop that
-        changes weights by hand."""
+        """Forget gradients, and lookups that were not differentiated. AssertionError, or a warning:
+        nobody takes gradients, see `Watch`."""
         self.merge()
-        self.check_taken()
-        if self.merged and self not in trained:
-            warnings.warn(f"gradients of rows are dropped: {ADVICE}", stacklevel=3)
+        self.watch.forgotten(waiting=self.merged is not None)
         super().zero_grad(set_to_none)
         self.reads = []
         self.merged = None
-        self.n_read = 0
 
     def flush(self) -> None:
         """Write changed rows back to where they are stored, and forget any copies."""

@@ -14,10 +14,10 @@ from naive import silu
 from torch import nn
 
 from model import Decoder, ModelConfig
-from tables import rmsprop
-from tables import tables as tables_module
+from tables import rmsprop, watch
 from tables.rmsprop import RowRMSprop, round_stochastically
 from tables.tables import ResidentTables, Tables, send
+from tables.watch import Watch
 from training.optimizer import Optimizer
 from training.settings import Settings
 
@@ -150,7 +150,7 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
     model(BATCH, BATCH)[1].backward()
     model.zero_grad()
     if clears == "optimizer":  # as if none of rows were made
-        tables_module.trained.remove(model.tables)
+        model.tables.watch = Watch()
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(2):
             step(embedding)
@@ -226,7 +226,7 @@ def test_processes_that_would_train_rows_of_their_own_are_refused(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:gradients of rows")
 def test_a_loop_without_an_optimizer_of_pytorch_fails_after_many_lookups(monkeypatch):
-    monkeypatch.setattr(tables_module, "MOST_READS", 20)
+    monkeypatch.setattr(watch, "MOST_READS", 20)
     made = tables()
     for _ in range(2):
         for _ in range(20):  # micro-batches of one step
