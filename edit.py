@@ -26,21 +26,17 @@ the exit code is 0 nevertheless. One --undo takes all of them back.
 """
 
 import os
-import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import NamedTuple
 
 # Before torch, whose threads it tells how to wait.
 from common import (
     Damage,
     UserError,
-    check_ranges,
     command_line,
-    flag,
     locked,
     parse,
     parse_json,
@@ -57,76 +53,34 @@ from torch import Tensor
 from tqdm import tqdm
 
 from corpora import recall
-from corpora.countries import with_article
 from corpora.questions import score_answers
 from model import Decoder
-from stem import ALIGNMENTS, align, substitute
-from tables.tables import Tables
-from text import chat
 from text.columns import padded, shortened, width, wrapped
-from text.tokenizer import END, encode, spelled, typed, until_end
+from text.tokenizer import spelled, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
-from training.decoding import chats, check_chat, decoding_dtype_flag, load_to_decode
-from training.folders import clear
-from training.settings import device_flag, offload_flag
-from training.writing import (
-    Fact,
-    changed_rows,
-    mean_rows,
-    opening_of,
-    other_ids,
-    own_tokens,
-    train_rows,
-    with_rows,
+from training.decoding import chats, check_chat, load_to_decode
+from training.edits import (
+    Edit,
+    Located,
+    State,
+    as_saved,
+    check_editable,
+    continuations,
+    fill_in,
+    has_own_text,
+    is_written,
+    locate,
+    new_rows,
+    probabilities,
+    written_facts,
 )
+from training.folders import clear
+from training.writing import Fact, train_rows, with_rows
 
 WIDTH = 38  # of a column of text
 
 
-@dataclass
-class Edit:
-    ckpt: Path = flag(Path("out"), "checkpoint of train.py, or a folder of a run")
-    source: str = flag("", "the name to edit, such as Spain")
-    target: str = flag("", "the name whose rows to read instead, such as Germany")
-    align: str = flag(
-        "copy",
-        "for names of unequal length: repeat the target's rows or pad with <|endoftext|>'s in "
-        "front, a subset of its rows, or their average (stem.align)",
-        choices=ALIGNMENTS,
-    )
-    prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
-    write: str = flag("", 'the text that should follow the prompt, such as "Lisbon."')
-    facts: Path | None = flag(None, "write the facts of a file, each line a JSON record: see above")
-    chat: bool = flag(
-        False, "the prompt is a message to a model that chats, and --write its whole answer"
-    )
-    max_new_tokens: int = flag(
-        40, "tokens to generate, before and after the edit", must="at least 1"
-    )
-    save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
-    undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")
-    device: str = device_flag()
-    offload: str = offload_flag()
-    dtype: str = decoding_dtype_flag()
-
-    def __post_init__(self) -> None:
-        check_ranges(self)
-        for name in ("source", "target", "write"):  # with and without a space, both are tried
-            setattr(self, name, getattr(self, name).strip(" "))
-        if self.undo or self.facts:
-            named = self.source or self.target or self.write or self.prompt
-            fits = not named and bool(self.undo) != bool(self.facts)
-        else:
-            fits = self.source and bool(self.target) != bool(self.write)
-        if not fits:
-            raise UserError(
-                "give --source with either --target or --write, or give --facts or --undo alone"
-            )
-        if self.align != "copy" and not self.target:
-            raise UserError(f"--align {self.align} needs a --target")
-
-
-# --- open, edit, save, undo ---
+# --- open and edit ---
 
 
 def edit_checkpoint(edit: Edit, path: Path | None) -> None:
@@ -143,14 +97,10 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
     else:
         fill_in(edit, encoding, checkpoint)
         located, after = new_rows(model, encoding, edit, earlier)
-        if path and edit.target:  # show what is saved, which is read in all texts
-            check_rows(edit, located.prompt, after.ids)
-            new = changed_rows(after.tables, located.prompt, after.ids)
-            after = State(with_rows(after.tables, new), located.prompt)
+        if path and edit.target:
+            after = as_saved(edit, located, after)  # which is shown, then
         learned = compare(model, encoding, edit, located, after)
-        new = {}
-        if path and learned:
-            new = dict(zip(after.tables.ids, after.tables.extra, strict=True))
+        new = after.tables.rows() if path and learned else {}
         written = [(located.prompt, located.answer)] if edit.write else []
 
     # 3) save it
@@ -159,51 +109,6 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
         raise UserError(f"--save: nothing is saved, as {what} learned")
     if path:
         save(path, checkpoint, encoding, new, written)
-
-
-def save(
-    path: Path,
-    checkpoint: dict,
-    encoding: tiktoken.Encoding,
-    new: dict[int, Tensor],
-    facts: list[Fact],
-) -> None:
-    """Write a checkpoint in which tokens have new rows [n_table, W], and their own in its list of
-    edits, for --undo, with the facts that were written. Print what changed."""
-    tokens = list(new)
-    ids = torch.tensor(tokens)
-    own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
-    checkpoint["edits"].append({"ids": ids, "rows": own, "facts": facts})
-    write_checkpoint(path, checkpoint)
-    print(f"changed the rows of {[spelled(encoding, token) for token in tokens]}")
-    readers = recall.readers(encoding, tokens)
-    if readers and not has_own_text(checkpoint):
-        print(f"these countries read them and may change: {', '.join(readers)}")
-
-
-def undo(edit: Edit, path: Path) -> None:
-    """Write --ckpt without its last edit."""
-    checkpoint = load_checkpoint(edit.ckpt, verify=True)
-    edits = checkpoint["edits"]
-    if not edits:
-        raise UserError(f"{edit.ckpt} holds no edit to undo: training drops those it starts from")
-    last = edits.pop()
-    replace_rows(checkpoint, last["ids"], last["rows"])
-    write_checkpoint(path, checkpoint)
-
-
-def replace_rows(checkpoint: dict, ids: Tensor, rows: Iterable[Tensor]) -> list[Tensor]:
-    """Replace the rows of tokens `ids` [n] by rows [n, W] of each table; returns those that were
-    there. The checkpoint is mapped privately, if at all: its file does not change."""
-    old = []
-    for table, new in enumerate(rows):
-        weight = checkpoint["model"][f"tables.weight.{table}"]
-        old.append(weight[ids])
-        weight[ids] = new.to(weight.dtype)
-    return old
-
-
-# --- a model to edit ---
 
 
 def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, dict]:
@@ -218,221 +123,6 @@ def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, di
     elif chats(checkpoint):
         print(f"{edit.ckpt} chats: give --chat to edit what it answers", file=sys.stderr)
     return model, encoding, checkpoint
-
-
-def check_editable(model: Decoder) -> None:
-    """UserError: the model has no rows that belong to one token."""
-    if not len(model.tables.weight):
-        raise UserError("--ckpt is a model that has no tables to edit")
-    if not recall.has_own_rows(model):
-        rows = "rows of n-grams or hashes"
-        raise UserError(f"--ckpt is a model with {rows}, which do not belong to one name")
-
-
-def has_own_text(checkpoint: dict) -> bool:
-    """Whether the model was trained on text of somebody's own, or (a model from elsewhere) on text
-    that we do not know. Then it may know other names than those of the countries. The preset does
-    not tell: a run on one's own text inherits it from the model that it continues."""
-    corpora = {meta["corpus"] for meta in checkpoint["data"]}
-    return not corpora or "files" in corpora
-
-
-def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
-    """Give an edit a prompt, and its texts as the model knows them. UserError: there is none, or
-    no such country."""
-    is_own = has_own_text(checkpoint)
-    if not edit.prompt and is_own:
-        raise UserError(f"--prompt is needed for your own text: one that contains {edit.source!r}")
-    if not edit.prompt and edit.chat:
-        edit.prompt = f"What is the capital of {with_article(edit.source)}?"
-    edit.prompt = edit.prompt or f"Country: {edit.source}\nThe capital city is called"
-    for name in ("source", "target", "prompt", "write"):
-        setattr(edit, name, typed(encoding, getattr(edit, name)))
-    if checkpoint["args"].get("preset") == "countries" and not is_own:
-        recall.check_names(target=edit.target, source=edit.source)
-
-
-def written_facts(checkpoint: dict, model: Decoder) -> list[Fact]:
-    """The facts that edits have written into a checkpoint and that the model still says: other rows
-    may have come in their place."""
-    facts = [fact for edit in checkpoint["edits"] for fact in edit.get("facts") or []]
-    if not facts:
-        return []
-    said = score_answers(model, *zip(*facts, strict=True)).greedy
-    return [fact for fact, is_said in zip(facts, said.tolist(), strict=True) if is_said]
-
-
-# --- one edit ---
-
-
-class Located(NamedTuple):
-    """What an edit is about, as token ids."""
-
-    prompt: list[int]
-    name: list[int]  # the source, as the prompt has it
-    answer: list[int]  # what --write writes, or nothing
-    beginnings: list[list[int]]  # of texts to hold, as in `texts_about`
-    stop: int = -1  # of a chat: the token that ends an answer
-    spellings: Sequence[list[int]] = ()  # the source with or without a space, as `name` is not
-
-
-class State(NamedTuple):
-    """Which rows a model reads, before or after an edit. A swap that is not saved is in the ids of
-    the prompt alone. One that is saved, and a fact that is written, is in tables with new rows: the
-    text after the prompt reads them, too."""
-
-    tables: Tables
-    ids: list[int]  # under which the prompt's rows are looked up, [T]
-
-
-def new_rows(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: Sequence[Fact] = ()
-) -> tuple[Located, State]:
-    """Make an edit, after earlier ones that wrote facts: what it is about, and what is read then.
-    The model stays as it is."""
-    located = locate(model, encoding, edit)
-    if edit.write:
-        changed = train_rows(model, *located, earlier=earlier)
-        after = State(with_rows(model.tables, changed), located.prompt)
-    else:
-        after = swap_rows(model, encoding, edit, located)
-        changed = other_ids(located.prompt, after.ids)
-    kept = [spelled(encoding, token) for token in located.name if token not in changed]
-    if kept:  # everyday words, and what both names share
-        print(f"of {edit.source!r}, the rows of {kept} stay as they are\n")
-    # Where a token joins the name to its neighbors, as in Chinese, a prompt has it also without the
-    # tokens that are swapped.
-    line_break = encoding.encode_ordinary("\n")
-    rest = edited_ids(encoding, located.prompt[1:], edit.source, [line_break, line_break])
-    if edit.source in encoding.decode(rest):
-        print(f"where --prompt has {edit.source!r} in other tokens, these stay as they are\n")
-    return located, after
-
-
-def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
-    """Find what an edit is about in the tokens of its prompt. UserError: the prompt does not have
-    the source, or there is no room for the answer."""
-    # 1) the tokens of the prompt and of the answer
-    if edit.chat:
-        ids, answer = messages(encoding, edit.prompt, edit.write)
-        answers = [answer]
-    else:
-        ids = encode(encoding, edit.prompt)
-        answers = with_and_without_space(encoding, edit.write) if edit.write else [[]]
-    room = model.config.block_size
-    longest = max(map(len, answers))
-    if len(ids) + max(1, longest) > room:
-        raise UserError(
-            f"--prompt has {len(ids)} tokens, and --write {longest}, but room is {room}"
-        )
-    # Of the answer with and without a space before it, take the one that the model finds likelier.
-    first = [answer[:1] for answer in answers]
-    likely = score_answers(model, [ids] * len(answers), first).probability
-    answer = answers[likely.argmax()]
-
-    # 2) where the name is
-    name, end = find_name(encoding, edit.source, ids)
-    if not name and edit.source in edit.prompt:
-        pieces = [spelled(encoding, token) for token in ids[1:]]
-        raise UserError(
-            f"--source {edit.source!r} is not whole tokens of --prompt: {pieces}: give a longer "
-            "--source, or another --prompt"
-        )
-    if not name:
-        raise UserError(f"--prompt {edit.prompt!r} does not contain {edit.source!r}")
-
-    # 3) how texts about it begin
-    others = [other for other in spellings(encoding, edit.source) if other != name]
-    if not edit.chat:
-        return Located(ids, name, answer, [ids[:end]], spellings=others)
-    beginnings = [ids, messages(encoding, edit.source)[0]]
-    return Located(ids, name, answer, beginnings, encoding.encode_single_token(END), others)
-
-
-def messages(
-    encoding: tiktoken.Encoding, user: str, assistant: str = ""
-) -> tuple[list[int], list[int]]:
-    """Token ids of a user's message up to where the assistant answers, and of its answer with the
-    mark that ends it, or none."""
-    said = [{"role": "user", "content": user}]
-    prompt = chat.prompt(encoding, said)
-    said.append({"role": "assistant", "content": assistant})
-    answer = chat.render(encoding, said)[len(prompt) :] if assistant else []
-    return [encoding.eot_token, *prompt], answer[:-1]  # without the line break
-
-
-def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> tuple[list[int], int]:
-    """The tokens of a name as `ids` have it, with or without a space before it, and where it first
-    ends; none if they do not have it."""
-    for tokens in spellings(encoding, name):
-        marked = substitute(torch.tensor(ids), tokens, [-1]).tolist()
-        if marked != ids:
-            return tokens, marked.index(-1) + len(tokens)
-    return [], 0
-
-
-def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
-    """The tokens of a name with and without a space before it. A space that is a token of its own,
-    as before a Chinese name, does not belong to the name: all other words read its rows, too."""
-    spaced, bare = with_and_without_space(encoding, name)
-    return [bare if encoding.decode_bytes(spaced[:1]) == b" " else spaced, bare]
-
-
-def with_and_without_space(encoding: tiktoken.Encoding, text: str) -> list[list[int]]:
-    return [encoding.encode_ordinary(space + text) for space in (" ", "")]
-
-
-def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located) -> State:
-    """Returns what to read of the prompt, so that its source reads the target's rows. UserError: it
-    does already."""
-    tables = model.tables
-    targets = spellings(encoding, edit.target)
-    target = targets[spellings(encoding, edit.source).index(located.name)]
-    if edit.align == "average":
-        tables = mean_rows(tables, targets)
-        targets = [[mean] for mean in tables.ids]
-    elif len(target) > len(located.name):
-        read = spelled(encoding, *align(target, len(located.name), edit.align))
-        print(f"of {edit.target!r}, only the rows of {read!r} fit: --align average reads all\n")
-    ids = edited_ids(encoding, located.prompt, edit.source, targets, edit.align)
-    own = own_tokens(model, located.prompt[0], located.name)
-    ids = [read if token in own else token for token, read in zip(located.prompt, ids, strict=True)]
-    if ids == located.prompt:
-        raise UserError(f"--prompt {edit.prompt!r} reads these rows already")
-    return State(tables, ids)
-
-
-def edited_ids(
-    encoding: tiktoken.Encoding,
-    ids: list[int],
-    source: str,
-    targets: Sequence[list[int]],
-    how: str = "copy",
-) -> list[int]:
-    """The ids to look up tables under: those of a target, aligned as by `stem.align`, wherever
-    `ids` say `source`, also within a longer name (Guinea in Equatorial Guinea). `targets`: for a
-    source with a space before it, and for one without."""
-    original = torch.tensor(ids)  # [T]
-    edited = original
-    for source_ids, target_ids in zip(spellings(encoding, source), targets, strict=True):
-        aligned = align(target_ids, len(source_ids), how, encoding.eot_token)
-        changed = substitute(original, source_ids, aligned)
-        edited = torch.where(changed != original, changed, edited)
-    return edited.tolist()
-
-
-def check_rows(edit: Edit, prompt: list[int], table_ids: list[int]) -> None:
-    """UserError: the prompt has a token twice and reads two different rows for it, but a checkpoint
-    has one row for a token.
-
-    Only the tokens of the name as the prompt spells it get new rows. Those of the other spelling,
-    with or without a space, do not: "Spain" without one may be pieces that many words share."""
-    read = set(zip(prompt, table_ids, strict=True))
-    if len(read) > len(set(prompt)):
-        fix = "give a --prompt that has the name's tokens in the name alone"
-        if edit.align != "average":
-            fix += ", or --align average if it does"
-        raise UserError(f"a token that --prompt has twice cannot have two rows: {fix}")
 
 
 # --- before and after ---
@@ -472,91 +162,6 @@ def compare(
         reason = "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
         print(f"not learned: the model writes something else; {reason}")
     return learned
-
-
-def continuations(
-    model: Decoder,
-    encoding: tiktoken.Encoding,
-    edit: Edit,
-    located: Located,
-    states: Sequence[State],
-) -> list[list[int]]:
-    """What the model writes after the prompt, with each of some states. It keeps the tables of
-    the last one."""
-    ids = located.prompt
-    texts = []
-    for state in states:
-        model.tables = state.tables
-        written = model.generate(  # [1, T + n_new]
-            torch.tensor([ids], device=model.device),
-            min(edit.max_new_tokens, model.config.block_size - len(ids)),
-            temperature=0,
-            stop=encoding.encode_single_token(END) if edit.chat else encoding.eot_token,
-            table_ids=torch.tensor([state.ids]),
-        )
-        texts.append(written[0, len(ids) :].tolist())
-    return texts
-
-
-def probabilities(
-    model: Decoder,
-    encoding: tiktoken.Encoding,
-    located: Located,
-    states: Sequence[State],
-    texts: Sequence[list[int]],
-) -> Iterator[tuple[str, float, float]]:
-    """How probable the answers are in what is written before and after an edit, `texts`, and what
-    was to be written: each answer with its probability before and after, which are `states`. The
-    model keeps the tables of the last one."""
-    first, last = (first_sentence(encoding, text) for text in texts)
-    answers = [first, located.answer or last]
-    if located.answer != texts[1][: len(located.answer)]:
-        answers.append(last)
-    for number, answer in enumerate(answers):
-        if answer in answers[:number]:
-            continue
-        p = []
-        for state in states:
-            model.tables = state.tables
-            scores = score_answers(model, [located.prompt], [answer], [state.ids])
-            p.append(scores.probability.item())
-        text = shortened(encoding.decode(until_end(encoding, answer) or answer), 26)
-        yield text, *p
-
-
-# A sentence ends with a stop before a space, which no initial or title has ("St. John's").
-SENTENCE = re.compile(
-    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?؟](?=\s|$)|[。！？।]|(?=\n)|$)", re.DOTALL
-)
-
-
-def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
-    """The tokens up to the end of a sentence, a line or the text, at least one."""
-    text = until_end(encoding, tokens) or tokens[:1]
-    length = SENTENCE.match(" " + encoding.decode(text, errors="ignore")).end() - 1
-    for n in range(1, len(text)):
-        if len(encoding.decode(text[:n], errors="ignore")) >= length:
-            return text[:n]
-    return text
-
-
-def is_written(model: Decoder, located: Located) -> bool:
-    """Whether greedy decoding writes the whole answer; in a chat also if it opens it in another way
-    ("The answer is Lima." for "Lima.")."""
-    prompt, name, answer, _, stop, others = located
-    names = [name, *others]
-    if score_answers(model, [prompt], [answer]).greedy.item():
-        return True
-    if stop < 0:
-        return False
-    reply = model.generate(  # [1, T + n_new]
-        torch.tensor([prompt], device=model.device),
-        min(len(answer) + 16, model.config.block_size - len(prompt)),
-        temperature=0,
-        stop=stop,
-    )[0, len(prompt) :].tolist()
-    said, expected = (text[opening_of(model, prompt, names, text)[0] :] for text in (reply, answer))
-    return said == expected
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:
@@ -652,6 +257,51 @@ def write_facts(
         print(f"{padded(where, room)}  {text}  {p}   {state}".rstrip())
     print(f"{sum(known)} of {len(known)} facts are known")
     return rows, written
+
+
+# --- save and undo ---
+
+
+def save(
+    path: Path,
+    checkpoint: dict,
+    encoding: tiktoken.Encoding,
+    new: dict[int, Tensor],
+    facts: list[Fact],
+) -> None:
+    """Write a checkpoint in which tokens have new rows [n_table, W], and their own in its list of
+    edits, for --undo, with the facts that were written. Print what changed."""
+    tokens = list(new)
+    ids = torch.tensor(tokens)
+    own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
+    checkpoint["edits"].append({"ids": ids, "rows": own, "facts": facts})
+    write_checkpoint(path, checkpoint)
+    print(f"changed the rows of {[spelled(encoding, token) for token in tokens]}")
+    readers = recall.readers(encoding, tokens)
+    if readers and not has_own_text(checkpoint):
+        print(f"these countries read them and may change: {', '.join(readers)}")
+
+
+def undo(edit: Edit, path: Path) -> None:
+    """Write --ckpt without its last edit."""
+    checkpoint = load_checkpoint(edit.ckpt, verify=True)
+    edits = checkpoint["edits"]
+    if not edits:
+        raise UserError(f"{edit.ckpt} holds no edit to undo: training drops those it starts from")
+    last = edits.pop()
+    replace_rows(checkpoint, last["ids"], last["rows"])
+    write_checkpoint(path, checkpoint)
+
+
+def replace_rows(checkpoint: dict, ids: Tensor, rows: Iterable[Tensor]) -> list[Tensor]:
+    """Replace the rows of tokens `ids` [n] by rows [n, W] of each table; returns those that were
+    there. The checkpoint is mapped privately, if at all: its file does not change."""
+    old = []
+    for table, new in enumerate(rows):
+        weight = checkpoint["model"][f"tables.weight.{table}"]
+        old.append(weight[ids])
+        weight[ids] = new.to(weight.dtype)
+    return old
 
 
 # --- the command ---

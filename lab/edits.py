@@ -25,7 +25,6 @@ from tqdm import tqdm
 from common import UserError
 from corpora import countries
 from corpora.questions import mean, score_answers
-from edit import check_editable, edited_ids, spellings
 from lab.experiment import Experiment, Kinds, pick
 from lab.pictures import interval, markdown
 from lab.runs import last_start, row
@@ -33,6 +32,7 @@ from model import Decoder
 from stem import ALIGNMENTS
 from text.tokenizer import encode
 from training.checkpoints import load_model
+from training.edits import check_editable, edited_ids, spellings
 from training.records import read_run
 from training.writing import mean_rows
 

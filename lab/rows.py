@@ -7,10 +7,10 @@ import tiktoken
 import torch
 import torch.nn.functional as F
 
-from edit import Edit, Located, State, continuations, probabilities
 from model import Decoder
 from tables.tables import Tables
 from text.tokenizer import spelled, until_end
+from training.edits import Edit, Located, State, continuations, probabilities
 from training.writing import ExtraRows, rows_of
 
 Weighed = list[tuple[str, float]]  # tokens, each with a figure
@@ -68,7 +68,7 @@ def compared(
     after: State,
 ) -> dict[str, list]:
     """What the model writes `before` and `after` an edit, as `weighed`, and the `answers` in it, as
-    `edit.probabilities`. The model keeps the tables that are read after it."""
+    `edits.probabilities`. The model keeps the tables that are read after it."""
     states = State(model.tables, located.prompt), after
     texts = continuations(model, encoding, edit, located, states)
     found = {"answers": list(probabilities(model, encoding, located, states, texts))}

@@ -9,12 +9,12 @@ import torch
 from conftest import CPU, command, flags, refused, small_run
 from naive import decoder
 
-from edit import edited_ids, spellings
 from lab.edits import Asked, answered_after_edit
 from stem import align
 from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_model
+from training.edits import edited_ids, spellings
 from training.writing import mean_rows
 
 HOW = ("copy", "pad", "subset", "average")
@@ -89,7 +89,7 @@ def run(data, tmp_path_factory):
 def test_rows_that_are_saved_are_those_of_the_target(run, tmp_path, settings, how, monkeypatch):
     """None is rounded where the model decodes in bfloat16, and everyday words, here the first token
     of a longer name, keep their own."""
-    monkeypatch.setattr("training.writing.own_tokens", lambda _, __, name: name[1:] or name)
+    monkeypatch.setattr("training.edits.own_tokens", lambda _, __, name: name[1:] or name)
     out = run(**settings)
     model, encoding, _ = load_model(out / "ckpt.pt", CPU)
     prompt = "Anna sees Björn"

@@ -280,7 +280,7 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
         found.append(earlier)
         return train_rows(*fact, earlier)
 
-    monkeypatch.setattr("edit.train_rows", train)
+    monkeypatch.setattr("training.edits.train_rows", train)
 
     def change(save=ckpt, **given) -> None:
         given = {"prompt": f"Country: {given['source']}", **given}

@@ -15,11 +15,11 @@ from common import UserError
 from corpora import countries
 from corpora.questions import score_answers
 from corpora.recall import ask, chat_questions, chat_recall, demo, fact_questions
-from edit import check_editable
 from model import Decoder, ModelConfig, decoder_class, relatives
 from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_model
+from training.edits import check_editable
 
 
 @pytest.fixture(scope="module")

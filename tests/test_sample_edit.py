@@ -30,6 +30,7 @@ from text.columns import width
 from text.tokenizer import encode, typed
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
+from training.edits import first_sentence
 
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
 
@@ -167,7 +168,7 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
 def test_a_sentence_ends_with_a_stop_that_ends_a_word(encoding, sentence, rest):
     tokens = encoding.encode_ordinary(sentence)
     text = [*tokens, *encoding.encode_ordinary(rest), encoding.eot_token]
-    assert edit.first_sentence(encoding, text) == tokens
+    assert first_sentence(encoding, text) == tokens
 
 
 @pytest.mark.parametrize(

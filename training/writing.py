@@ -38,11 +38,18 @@ class ExtraRows(Tables):
         super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)
         self.tables = tables
         self.weight = tables.weight
-        self.ids = list(ids) or [*range(tables.n_row, self.n_row)]
         self.extra = nn.Parameter(rows.float())
-        # Which extra row an id reads; -1: none.
-        self.which = torch.full((self.n_row,), -1)
-        self.which[self.ids] = torch.arange(len(rows))
+        self.which = torch.full((self.n_row,), -1)  # which extra row an id reads; -1: none
+        self.read_as(ids or range(tables.n_row, self.n_row))
+
+    def read_as(self, ids: Sequence[int]) -> None:
+        """From now on, these ids read the extra rows, in their order."""
+        self.ids = list(ids)
+        self.which[self.ids] = torch.arange(len(self.ids))
+
+    def rows(self) -> dict[int, Tensor]:
+        """The extra rows, [n_table, W] each, by their ids."""
+        return dict(zip(self.ids, self.extra.detach(), strict=True))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         which = self.which.to(ids.device)[ids]  # [B, T]
@@ -59,28 +66,10 @@ def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
     return torch.stack([rows[0] for rows in tables.lookup(torch.tensor([tokens]))], dim=1)
 
 
-def as_extra(ids: Tensor, tokens: Sequence[int], tables: ExtraRows) -> Tensor:
-    """ids [..., T], in which the id of an extra row stands for each of `tokens`, in their order."""
-    for token, extra in zip(tokens, tables.ids, strict=True):
-        ids = ids.masked_fill(ids == token, extra)
-    return ids
-
-
 def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
     """Tables in which tokens have other rows [n_table, W], which are not trained. A checkpoint does
     not hold such tables: `edit.save` writes the rows into one."""
     return ExtraRows(tables, torch.stack(list(rows.values())), list(rows)).requires_grad_(False)
-
-
-def other_ids(prompt: list[int], table_ids: list[int]) -> dict[int, int]:
-    """The tokens of a prompt that are looked up under other ids, with these."""
-    return {own: read for own, read in zip(prompt, table_ids, strict=True) if own != read}
-
-
-def changed_rows(tables: Tables, prompt: list[int], table_ids: list[int]) -> dict[int, Tensor]:
-    """The rows [n_table, W] of those tokens of a prompt that are looked up under other ids."""
-    other = other_ids(prompt, table_ids)
-    return dict(zip(other, rows_of(tables, list(other.values())), strict=True))
 
 
 def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
@@ -219,22 +208,21 @@ def write_fact(
     prompt, answer = facts[0]
     questions, targets = with_answers(*zip(*facts, strict=True))  # [n, T] each
     is_answer = targets >= 0
-    question_rows = as_extra(questions, own, model.tables)
-    text_rows = as_extra(texts, own, model.tables)  # [N, T]
     n_open, first = opening_of(model, prompt, names, answer)
     begun = answer[:n_open]
     same = ask_the_same(model, torch.tensor(prompt), names, texts, begun, first)  # [N, T] bool
     same = same.cpu()
     with torch.no_grad():
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
+    model.tables.read_as(own)
     targets = targets[is_answer].to(model.device)  # [k]
 
     optimizer = torch.optim.Adam([model.tables.extra])
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
-        logits, _ = model(questions, table_ids=question_rows)  # [n, T, V]
+        logits, _ = model(questions)  # [n, T, V]
         nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
-        now = model(texts[part], table_ids=text_rows[part])[0].float().log_softmax(-1)
+        now = model(texts[part])[0].float().log_softmax(-1)
         asked = now[same[part]]  # [m, V]
         if first:  # log p of what is not opened
             left_out = torch.tensor(first, device=model.device)
@@ -281,6 +269,6 @@ def train_rows(
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
     write_fact(model, facts, [name, *spellings], texts, own, stop)
-    rows = model.tables.extra.detach()
+    rows = model.tables.rows()
     model.tables = tables
-    return dict(zip(own, rows, strict=True))
+    return rows
