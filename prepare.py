@@ -28,11 +28,10 @@ Written to the output folder:
 
 import os
 import textwrap
-import unicodedata
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import tiktoken
@@ -41,38 +40,18 @@ from common import UserError, check_ranges, command_line, flag, parse, run
 from corpora.countries import CORPORA, write_corpus
 from text import bpe, huggingface, tokenizer
 from text.dataset import read_meta, read_tokenizer
-from text.documents import (
-    ANSWERS,
-    MAX_BAD,
-    QUESTIONS,
-    SYSTEMS,
-    TALKS,
-    Document,
-    Report,
-    as_one_text,
-    hashed,
-    is_validation,
-    kind_of,
-    read,
-)
+from text.documents import ANSWERS, MAX_BAD, QUESTIONS, SYSTEMS, TALKS, Report, kind_of, read
 from text.download import DATASETS, fetch
 from text.files import find_files, text_size
+from text.splitting import HELD_OUT, hashed, held_out, labelled, to_validate
 from text.writer import check_free, write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
-from training.settings import PRESETS
+from training.settings import PRESETS, STAGES
 
 # Bytes of input to train a tokenizer on: the documents whose hash is low enough. More text changes
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
-MANY = 4096  # documents whose hashes are compared
-LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
 NOTES = 20  # how many are shown
-HELD_OUT = "held_out"  # the folder of files that are held out
-# Notes. Each is printed after the number of documents that it is about.
-COPIES = "copies of documents of val.bin are trained on"
-HELD_COPIES = f"copies of documents of {HELD_OUT}/val.bin are trained on: leave out their files"
-CUT = "long documents were cut, at line breaks or blanks if they have some, to validate with pieces"
-
 KEYS = (
     f"- Known keys, and columns: text; of a question {', '.join(QUESTIONS)}; of its answer "
     f"{', '.join(ANSWERS)}; {', '.join(TALKS)}; {', '.join(SYSTEMS)}; chosen and rejected. A "
@@ -205,7 +184,9 @@ def prepare_files(
     columns = settings.column_names
     if encoding is None:
         documents = read(found, Report(report.max_bad, kind), "counting words", columns)
-        texts = sampled(labelled(documents, settings, Counter()), SAMPLE / text_size(found))
+        texts = sampled(
+            labelled(documents, settings.val_fraction, Counter()), SAMPLE / text_size(found)
+        )
         encoding = bpe.train(texts, settings.vocab_size or 6400)
     held: set[int] = set()  # hashes of documents that are held out
     if books:
@@ -222,7 +203,7 @@ def prepare_files(
     if settings.val_fraction == 1:
         documents = to_validate(documents, held)
     else:
-        documents = labelled(documents, settings, report.notes, held)
+        documents = labelled(documents, settings.val_fraction, report.notes, held)
     meta = write_dataset(
         settings.out_dir,
         documents,
@@ -242,105 +223,6 @@ def prepare_files(
     if len(notes) > NOTES:
         print(f"note: {len(notes) - NOTES:,} other notes are not shown")
     return meta
-
-
-def held_out(paths: list[Path], share: float) -> tuple[list[Path], list[Path]]:
-    """The files of the lowest hashes of names, this share, but at least one, and not all; and the
-    other files."""
-    if len(paths) < 2:
-        raise UserError("--hold_out_files needs two files or more, as it leaves one for training")
-
-    def digest(path: Path) -> int:
-        return hashed(unicodedata.normalize("NFC", path.name))
-
-    n = sum(is_validation(digest(path), share) for path in paths)
-    chosen = {*sorted(paths, key=digest)[: min(max(n, 1), len(paths) - 1)]}
-    books = [path for path in paths if path in chosen]
-    return books, [path for path in paths if path not in chosen]
-
-
-def to_validate(documents: Iterable[Document], held: set[int]) -> Iterator[tuple[str, Document]]:
-    """Yield documents for validation, the first one for training, too: a folder needs both. Their
-    hashes go to `held`."""
-    for number, document in enumerate(documents):
-        held.add(hashed(document))
-        if number == 0:
-            yield "train", document
-        yield "val", document
-
-
-def labelled(
-    documents: Iterable[Document],
-    settings: Preparation,
-    notes: Counter[str],
-    held: Collection[int] = (),
-) -> Iterator[tuple[str, Document]]:
-    """Yield each document with its split, `train` or `val`, which its hash decides.
-
-    A copy of a document that is for validation goes to training: whoever repeats something wants it
-    to be learned. Copies of documents of the files that are held out, whose hashes are `held`, are
-    split like all others. `notes` count the copies of both kinds that are trained on.
-
-    The first documents come in one go, so that a small input has enough to validate with, too: a
-    long document among them is cut, and if too few have low hashes, others are taken."""
-    documents = iter(documents)
-    first = list(islice(documents, MANY))
-    total = sum(len(as_one_text(document)) for document in first)
-    least = min(LEAST_VAL, max(1, total // 20))
-    pieces = [cut(document, total // 5, least) for document in first]
-    for document, parts in zip(first, pieces, strict=True):
-        if len(parts) > 1:
-            notes[CUT] += 1
-            notes[HELD_COPIES] += hashed(document) in held  # its pieces have other hashes
-    first = list(chain.from_iterable(pieces))
-    chosen = for_validation(first, least, settings.val_fraction)
-    seen = {hashed(first[number]) for number in chosen}
-    for number, document in enumerate(chain(first, documents)):
-        digest = hashed(document)
-        is_val = number in chosen
-        if number >= len(first) and digest not in seen:
-            is_val = is_validation(digest, settings.val_fraction)
-        if is_val:
-            seen.add(digest)
-        else:
-            for note, known in ((COPIES, seen), (HELD_COPIES, held)):
-                if digest in known:
-                    notes[note] += 1
-        yield "val" if is_val else "train", document
-
-
-def for_validation(documents: list[Document], least: int, fraction: float) -> set[int]:
-    """The numbers of the documents that are for validation: those with low hashes and, if these
-    have less than `least` characters, those with the next lowest. Copies come last. At least one
-    document is left for training."""
-    copies: Counter[int] = Counter()
-    order = []
-    for number, document in enumerate(documents):
-        digest = hashed(document)
-        order.append((copies[digest], digest, number))
-        copies[digest] += 1
-    chosen = set()
-    for copy, digest, number in sorted(order)[:-1]:
-        if least > 0 or (not copy and is_validation(digest, fraction)):
-            chosen.add(number)
-            least -= len(as_one_text(documents[number]))
-    return chosen
-
-
-def cut(document: Document, longest: int, size: int) -> list[Document]:
-    """Cut a text that is longer than `longest` into pieces of at most `size` characters, each after
-    its last line break or, without one, its last blank; where there is neither, as in Chinese,
-    anywhere. Together, they are the whole text."""
-    if not isinstance(document, str) or len(document) <= longest:
-        return [document]
-    pieces = []
-    start = 0
-    while len(document) - start > size:
-        last = start + size
-        end = document.rfind("\n", start, last) + 1 or document.rfind(" ", start, last) + 1 or last
-        pieces.append(document[start:end])
-        start = end
-    return [*pieces, document[start:]]
 
 
 def sampled(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]:
@@ -388,8 +270,7 @@ def main() -> None:
         meta = prepare_files(settings, paths, kind, encoding)
 
     # 3) what there is now, and what to do with it
-    all_held_out = settings.val_fraction == 1
-    if not all_held_out:
+    if settings.val_fraction < 1:
         tell(settings.out_dir, meta, "train")
     tell(settings.out_dir, meta, "val")
     if settings.hold_out_files:
@@ -397,27 +278,7 @@ def main() -> None:
     print(f"vocabulary of {meta['vocab_size']:,} tokens")
     if meta["val"]["tokens"] < 1000:
         print("note: that is little to validate with: small differences in its loss mean nothing")
-    name = {"text": "pretrain", "chat": "sft", "preference": "dpo"}[kind]
-    given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
-    is_run = os.path.exists(Path(given) / "ckpt.pt")
-    origin = given if is_run or given.endswith(".pt") else "CKPT"
-    if all_held_out:
-        words = ["--eval_only", "--init_from", origin, "--data_dir", settings.out_dir]
-        words += ["--eval_tokens", meta["val"]["tokens"]]
-        print(f"next: {command_line('train.py', *words)}")
-        return
-    stage = ["--stage", name, "--init_from", origin, "--out_dir", f"out/{name}"]
-    more = ["--out_dir", f"out/{settings.out_dir.name}"] if kind == "text" else stage
-    words = ["--data_dir", settings.out_dir, *more]
-    # The last token is a target alone.
-    longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
-    if kind == "text" and longest < PRESETS["prose"]["block_size"]:
-        words += ["--block_size", longest]
-    print(f"next: {command_line('train.py', *words)}")
-    if settings.hold_out_files:
-        both = ["--data_dir", f"{settings.out_dir},{settings.out_dir / HELD_OUT}"]
-        words = ["--eval_only", "--init_from", f"{more[-1]}/ckpt.pt", *both]
-        print(f"both losses: {command_line('train.py', *words)}")
+    propose(settings, meta)
 
 
 def tell(folder: Path, meta: dict, split: str) -> None:
@@ -427,6 +288,36 @@ def tell(folder: Path, meta: dict, split: str) -> None:
         f"{folder / split}.bin: {sizes['documents']:,} documents, "
         f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
     )
+
+
+def propose(settings: Preparation, meta: dict) -> None:
+    """Print how to train on the folder or, if all of it is held out, to evaluate a model."""
+    folder = settings.out_dir
+    given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
+    is_run = os.path.exists(Path(given) / "ckpt.pt")
+    origin = given if is_run or given.endswith(".pt") else "CKPT"
+    if settings.val_fraction == 1:
+        words = ["--eval_only", "--init_from", origin, "--data_dir", folder]
+        words += ["--eval_tokens", meta["val"]["tokens"]]
+        print(f"next: {command_line('train.py', *words)}")
+        return
+    # The first stage that reads such documents.
+    name = next(name for name, stage in STAGES.items() if stage.reads == meta["kind"])
+    if name == "pretrain":
+        out_dir = f"out/{folder.name}"
+        words = ["--data_dir", folder, "--out_dir", out_dir]
+        # The last token is a target alone.
+        longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
+        if longest < PRESETS["prose"]["block_size"]:
+            words += ["--block_size", longest]
+    else:
+        out_dir = f"out/{name}"
+        words = ["--data_dir", folder, "--stage", name, "--init_from", origin, "--out_dir", out_dir]
+    print(f"next: {command_line('train.py', *words)}")
+    if settings.hold_out_files:
+        both = ["--data_dir", f"{folder},{folder / HELD_OUT}"]
+        words = ["--eval_only", "--init_from", f"{out_dir}/ckpt.pt", *both]
+        print(f"both losses: {command_line('train.py', *words)}")
 
 
 if __name__ == "__main__":

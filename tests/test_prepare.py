@@ -16,7 +16,7 @@ from conftest import ROOT, command, contents, flags, refused, says, write_jsonl
 import prepare
 from common import UserError
 from corpora import countries
-from text import chat, documents, files, tokenizer, writer
+from text import chat, documents, files, splitting, tokenizer, writer
 from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.writer import write_dataset
 from training.batches import Data
@@ -66,10 +66,10 @@ def test_files_hold_every_document_after_an_endoftext(tmp_path, data, encoding, 
 
 
 def test_a_documents_split_depends_on_its_hash_alone():
-    hashes = [documents.hashed(f"document number {i}") for i in range(500)]
-    chosen = [documents.is_validation(number, 0.1) for number in hashes]
+    hashes = [splitting.hashed(f"document number {i}") for i in range(500)]
+    chosen = [splitting.is_validation(number, 0.1) for number in hashes]
     assert 20 < sum(chosen) < 80
-    assert documents.hashed("document") == 3665553475736990530  # in every version
+    assert splitting.hashed("document") == 3665553475736990530  # in every version
 
 
 BOOK = "One.\r\n\r\n" + "Two. " * 400 + "\r\n\r\nThree. The start of it.\r\n"
@@ -121,24 +121,22 @@ ODD = {
 
 
 def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
-    monkeypatch.setattr(prepare, "MANY", 10)
-    settings = prepare.Preparation(val_fraction=1e-9)
+    monkeypatch.setattr(splitting, "MANY", 10)
     texts = [f"Document {i}" for i in range(13)]
-    splits, found = zip(*prepare.labelled(texts, settings, Counter()), strict=True)
+    splits, found = zip(*splitting.labelled(texts, 1e-9, Counter()), strict=True)
     assert list(found) == texts and splits.count("val") == 1
-    half = prepare.Preparation(val_fraction=0.5)
     numbers = [str(number) for number in range(60)]
     for n in (11, 21, 31, 41):  # added ones move none
         splits = [
-            [s for s, _ in prepare.labelled(part, half, Counter())]
+            [s for s, _ in splitting.labelled(part, 0.5, Counter())]
             for part in (numbers, numbers[:n])
         ]
         assert splits[0][:n] == splits[1]
     text = "On that day somebody bought a lamp, and it was red.\n" * 300
-    for held in (set(), {documents.hashed(text)}):  # a copy of it may be held out with its file
+    for held in (set(), {splitting.hashed(text)}):  # a copy of it may be held out with its file
         notes = Counter()
-        splits, found = zip(*prepare.labelled([text], settings, notes, held), strict=True)
-        assert notes[prepare.CUT] == 1 and notes[prepare.HELD_COPIES] == len(held)
+        splits, found = zip(*splitting.labelled([text], 1e-9, notes, held), strict=True)
+        assert notes[splitting.CUT] == 1 and notes[splitting.HELD_COPIES] == len(held)
         assert "".join(found) == text and {*splits} == {"train", "val"}
         assert all(part.endswith("\n") for part in found)
 
@@ -146,7 +144,7 @@ def test_only_a_small_text_is_cut_to_validate_with_and_after_lines(monkeypatch):
 def test_a_long_document_is_cut_in_no_quadratic_time():
     text = "On that day somebody bought a lamp, and it was red.\n" * 800_000
     start = time.process_time()
-    pieces = prepare.cut(text, 10_000, 8000)
+    pieces = splitting.cut(text, 10_000, 8000)
     assert time.process_time() - start < 2  # 0.03 s; copied again for each piece: 28
     assert "".join(pieces) == text and max(map(len, pieces)) <= 8000
 
@@ -155,16 +153,15 @@ def test_a_long_document_is_cut_in_no_quadratic_time():
 def test_copies_are_trained_on(monkeypatch, first):
     """All but one, also of what is for validation by its hash; the notes count them."""
     if not first:
-        monkeypatch.setattr(prepare, "MANY", 50)
-    settings = prepare.Preparation(val_fraction=0.1)
+        monkeypatch.setattr(splitting, "MANY", 50)
     texts = [f"Document number {i}" for i in range(800)]
-    held = [text for text in texts if documents.is_validation(documents.hashed(text), 0.1)]
+    held = [text for text in texts if splitting.is_validation(splitting.hashed(text), 0.1)]
     many = texts[:50] + 300 * held[-1:] + texts[50:]
     notes = Counter()
-    splits = list(prepare.labelled(many, settings, notes))
+    splits = list(splitting.labelled(many, 0.1, notes))
     assert [text for _, text in splits] == many
     assert splits.count(("val", held[-1])) == 1 and splits.count(("train", held[-1])) == 300
-    assert notes == {prepare.COPIES: 300}
+    assert notes == {splitting.COPIES: 300}
     assert {text for split, text in splits if split == "val"} >= {*held}
 
 
@@ -506,7 +503,7 @@ def peak(work) -> int:
 
 def test_memory_grows_neither_with_files_nor_with_long_documents(tmp_path, encoding, monkeypatch):
     monkeypatch.setattr(writer, "BLOCK", 10)
-    monkeypatch.setattr(prepare, "MANY", 10)
+    monkeypatch.setattr(splitting, "MANY", 10)
     peaks = []
     for n in (50, 500):
         records = [{"text": f"{i} " + "ab " * 300} for i in range(n)]

@@ -1,4 +1,4 @@
-"""Documents in files: reading them, counting those that cannot be used, choosing their split.
+"""Documents in files: reading them, and counting those that cannot be used.
 
 Three kinds of documents, recognized by the keys of a record (files.py):
 
@@ -12,13 +12,11 @@ list of parts, a "system" beside the messages, a single question and its answer 
 alone, "chosen" and "rejected", answer.
 """
 
-import json
 import re
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -299,20 +297,3 @@ def plain_text(content: object) -> str:
                 text += part if is_apart else f"\n{part}"
             return text
     raise ValueError(f"content that is not text: {content!r:.60}")
-
-
-def as_one_text(document: Document) -> str:
-    """A text that tells documents apart."""
-    return document if isinstance(document, str) else json.dumps(document, ensure_ascii=False)
-
-
-def hashed(document: Document) -> int:
-    """A hash of 64 bits, the same in all versions and on all machines."""
-    # Documents are UTF-8, but not all names of files.
-    text = as_one_text(document).encode(errors="surrogateescape")
-    return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
-
-
-def is_validation(digest: int, fraction: float) -> bool:
-    """Whether the document with this hash is for validation: adding files moves no document."""
-    return digest < fraction * 2**64

@@ -13,6 +13,7 @@ from model import Decoder
 from tables.tables import ResidentTables
 from text.tokenizer import START
 from training.checkpoints import load_model
+from training.settings import STAGES
 
 
 def decoding_dtype_flag() -> str:
@@ -48,7 +49,7 @@ def load_to_decode(
 
 def chats(checkpoint: dict) -> bool:
     """Whether a model was trained to chat here; what others did, a checkpoint does not say."""
-    return checkpoint["args"].get("stage") in ("sft", "dpo")
+    return STAGES[checkpoint["args"].get("stage", "pretrain")].reads != "text"
 
 
 def check_chat(path: str | Path, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
