@@ -211,19 +211,10 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
     begins a text and those that end one. UserError: a file is missing or damaged, or asks for what
     this decoder does not do."""
     path = folder / "config.json"
-    with reading(path, "name a folder of Hugging Face, or give --ffn stem with a dense ckpt.pt"):
-        record = parse_json(path.read_bytes())
-        given = {name: value for name, value in record.items() if value is not None}
-        record = {**OPTIONAL, **given}
-    record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
-    with reading(path, AGAIN):
-        require_fields(record, **OF_TYPES)
-    if "model_type" not in given:
-        require(path, record, "architectures", ["LlamaForCausalLM"])
-    if "quantization_config" in given:
-        raise UserError(f"{path}: quantization_config: quantized models are not read")
+    record = read_config(path)
     weights = read_weights(folder)
-    config = their_config(path, record, weights)
+    with reading(path, AGAIN):
+        config = their_config(path, record, weights)
     head = weights.pop("lm_head.weight", None) if config.tie_head else None
     with torch.device("meta"):  # nothing is allocated before all shapes are right
         model = Decoder(config)
@@ -239,6 +230,22 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
         raise UserError(f"{path}: tie_word_embeddings is true, {differs}")
     ends = record.get("eos_token_id", [])
     return model, record.get("bos_token_id"), ends if isinstance(ends, list) else [ends]
+
+
+def read_config(path: Path) -> dict:
+    """What config.json says, with what transformers reads where it says nothing."""
+    fix = "name a folder of Hugging Face, or give --ffn stem with a dense ckpt.pt"
+    with reading(path, AGAIN if path.exists() else fix):
+        record = parse_json(path.read_bytes())
+        given = {name: value for name, value in record.items() if value is not None}
+        record = {**OPTIONAL, **given}
+        record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
+        require_fields(record, **OF_TYPES)
+    if "model_type" not in given:
+        require(path, record, "architectures", ["LlamaForCausalLM"])
+    if "quantization_config" in given:
+        raise UserError(f"{path}: quantization_config: quantized models are not read")
+    return record
 
 
 def read_weights(folder: Path) -> dict[str, Tensor]:
@@ -265,7 +272,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelConfig:
     """The shape that config.json describes. UserError: it is not that of a decoder here, or larger
-    than the weights are."""
+    than the weights are. Damage: a size is missing, or no number."""
     kind = record["model_type"]
     if kind not in [*REQUIRED]:
         known = " or ".join(REQUIRED)
@@ -277,38 +284,14 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
         del sizes["d_ff"]
     if kind != "qwen3" and "head_dim" not in record:
         del sizes["head_dim"]
-    with reading(path, AGAIN):
-        require_fields(record, **dict.fromkeys(sizes.values(), int))
+    require_fields(record, **dict.fromkeys(sizes.values(), int))
     # Before anything of that size is built.
     largest = max((n for weight in weights.values() for n in weight.shape), default=0)
     most = {"max_position_embeddings": 2**31, "num_hidden_layers": len(weights)}
     for name in sizes.values():
         if record[name] > most.get(name, largest):
             raise UserError(f"{path}: {name} {record[name]} is more than its weights have")
-    # Rotations are the original ones, or slowed down as Llama 3.1's are (model.rotary).
-    rope = {**record["rope_parameters"], **record["rope_scaling"]}
-    for name, value in rope.items():
-        if isinstance(value, dict):
-            raise UserError(f"{path}: rotations of {name} alone are not supported")
-    theta = record.get("rope_theta", rope.get("rope_theta", 10000.0))
-    require(path, rope, "rope_theta", theta)
-    for settings in (record, rope):
-        require(path, settings, "partial_rotary_factor", 1)
-    scaling = None
-    rotations = "llama3" if "low_freq_factor" in rope else "default"
-    require(path, rope, "rope_type", rotations)
-    require(path, rope, "type", rotations)
-    if rotations == "default":
-        require(path, rope, "factor", 1)
-    else:
-        with reading(path, AGAIN):
-            require_fields(rope, **dict.fromkeys(LLAMA3_ROPE, float))
-            scaling = [rope[name] for name in LLAMA3_ROPE]
-            factor, low, high, context = scaling
-            if not (1 <= factor < 1e9 and 0 < low < high < 1e9 and 1 <= context < 1e9):
-                raise Damage(f"rope_scaling {rope}")
-    for name, value in rope.items():  # the same, if it is said twice
-        require(path, record["rope_parameters"], name, value)
+    theta, scaling = rotations(path, record)
     try:
         return ModelConfig(
             **{ours: record[theirs] for ours, theirs in sizes.items()},
@@ -321,6 +304,32 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
         )
     except UserError as error:  # it speaks of flags
         raise UserError(f"{path}: {error}") from None
+
+
+def rotations(path: Path, record: dict) -> tuple[float, list[float] | None]:
+    """The base of the rotations of config.json, and how they are slowed down, if they are, as Llama
+    3.1's (model.rotary). UserError: in another way. Damage: by no number."""
+    rope = {**record["rope_parameters"], **record["rope_scaling"]}
+    for name, value in rope.items():
+        if isinstance(value, dict):
+            raise UserError(f"{path}: rotations of {name} alone are not supported")
+    theta = record.get("rope_theta", rope.get("rope_theta", 10000.0))
+    require(path, rope, "rope_theta", theta)
+    for settings in (record, rope):
+        require(path, settings, "partial_rotary_factor", 1)
+    kind = "llama3" if "low_freq_factor" in rope else "default"
+    for name in ("rope_type", "type"):
+        require(path, rope, name, kind)
+    for name, value in rope.items():  # the same, if it is said twice
+        require(path, record["rope_parameters"], name, value)
+    if kind == "default":
+        require(path, rope, "factor", 1)
+        return theta, None
+    require_fields(rope, **dict.fromkeys(LLAMA3_ROPE, float))
+    factor, low, high, context = scaling = [rope[name] for name in LLAMA3_ROPE]
+    if not (1 <= factor < 1e9 and 0 < low < high < 1e9 and 1 <= context < 1e9):
+        raise Damage(f"rope_scaling {rope}")
+    return theta, scaling
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
@@ -375,12 +384,13 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> None:
     """The inverse of `read_folder`. UserError: neither a Llama nor a Qwen3 is like this model."""
     config = model.config
-    known = {"full": ("llama", "LlamaForCausalLM"), "qknorm": ("qwen3", "Qwen3ForCausalLM")}
-    kind = config.attention_kinds[0]
-    if config.ffn != "dense" or kind not in known or set(config.attention_kinds) != {kind}:
+    kind = {"full": "Llama", "qknorm": "Qwen3"}.get(config.attention_kinds[0])
+    wrong = ""
+    if config.ffn != "dense":
+        wrong = f"--ffn {config.ffn}"
+    elif kind is None or len({*config.attention_kinds}) > 1:
         wrong = f"--attention {config.attention}"
-        if config.ffn != "dense":
-            wrong = f"--ffn {config.ffn}"
+    if wrong:
         raise UserError(
             f"--export: a Llama or Qwen3 is dense, with full attention: it cannot be {wrong}; "
             "train one with --ffn dense on the same text"
@@ -393,10 +403,9 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
             f"--export: {n_left:,} numbers of the model have no place in a Llama or Qwen3: they "
             "come from a changed model.py"
         )
-    model_type, architecture = known[kind]
     record = {
-        "architectures": [architecture],
-        "model_type": model_type,
+        "architectures": [f"{kind}ForCausalLM"],
+        "model_type": kind.lower(),
         "tie_word_embeddings": config.tie_head,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_base,
@@ -435,6 +444,34 @@ def write_safetensors(path: Path, weights: dict[str, Tensor]) -> None:
             file.write(weight.float().contiguous().numpy())  # also of a model in 16 bits
 
 
+# --- the command ---
+
+
+def converted(settings: Conversion, path: Path) -> tuple[Decoder, tiktoken.Encoding, dict]:
+    """The model to write to a path, its tokenizer, and what is known of its training."""
+    if settings.ffn is None:
+        model, encoding = read_folder(settings.source)
+        return model, encoding, {"args": {"preset": PRESETS[model.config.ffn]}}
+    device = pick_device(settings.device)
+    tables = make_tables(
+        settings.offload,
+        device,
+        storage.DTYPES[settings.table_dtype],
+        live=live_tables(path.parent),
+        fresh=not settings.tokens,
+    )
+    return dense_to_stem(
+        settings.source,
+        settings.stem_layers,
+        settings.data_dir,
+        settings.tokens,
+        block_size=settings.block_size,
+        batch_size=settings.batch_size,
+        device=device,
+        tables=tables,
+    )
+
+
 def main() -> None:
     settings = parse(Conversion, __doc__)
     path = settings.export or settings.out
@@ -447,28 +484,7 @@ def main() -> None:
             write_folder(path, model, encoding)
             print(f"wrote {path}: AutoModelForCausalLM.from_pretrained reads it")
             return
-        if settings.ffn is None:
-            model, encoding = read_folder(settings.source)
-            training = {"args": {"preset": PRESETS[model.config.ffn]}}
-        else:
-            device = pick_device(settings.device)
-            tables = make_tables(
-                settings.offload,
-                device,
-                storage.DTYPES[settings.table_dtype],
-                live=live_tables(path.parent),
-                fresh=not settings.tokens,
-            )
-            model, encoding, training = dense_to_stem(
-                settings.source,
-                settings.stem_layers,
-                settings.data_dir,
-                settings.tokens,
-                block_size=settings.block_size,
-                batch_size=settings.batch_size,
-                device=device,
-                tables=tables,
-            )
+        model, encoding, training = converted(settings, path)
         save_checkpoint(path, model, encoding, **training)
         config, sizes = model.config, model_sizes(model)
         del model  # Windows deletes no tables that are mapped
