@@ -17,7 +17,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from itertools import chain, zip_longest
+from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
@@ -54,6 +54,7 @@ NOTICES = {
 }
 NOTICE = 1000
 FRONT = 100  # likewise of a Markdown file's front matter
+RULE, FIELD = r"-{3,}|\+{3}", r"[\w\"'.-]+ *[:=]"
 
 # Marks of Markdown in a line, and what a line without any of them lacks: most lines do.
 ANY = re.compile(r"[`\\<>\[*_#=|&]|^[\s:]*-")
@@ -87,24 +88,17 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
     everywhere; what is hidden is passed by. UserError: none can be read, or a file cannot."""
     found = []
     for path in paths:
-        if not path.is_dir():
-            if not path.exists():
-                raise UserError(f"--input {path}: No such file or folder")
-            refuse_parquet(path, path)
-            if kind_of_file(path) not in TEXTS | RECORDS:
-                raise UserError(f"--input {path}: it is none of {KNOWN}")
-            found.append(path)
-            continue
-        inside = {}
-        for file in files_in(path, notes):
-            name = file.relative_to(path).as_posix()
-            inside[unicodedata.normalize("NFC", name)] = file
-            refuse_parquet(file, file.parent)
-        known = [name for name in sorted(inside) if kind_of_file(inside[name]) in TEXTS | RECORDS]
+        if not path.exists():
+            raise UserError(f"--input {path}: No such file or folder")
+        inside = list(files_in(path, notes)) if path.is_dir() else [path]
+        for file in inside:
+            refuse_parquet(file, path if file == path else file.parent)
+        known = [file for file in inside if kind_of_file(file) in TEXTS | RECORDS]
         if not known:
-            raise UserError(f"--input {path}: the folder has none of {KNOWN}")
+            what = "the folder has" if path.is_dir() else "it is"
+            raise UserError(f"--input {path}: {what} none of {KNOWN}")
         notes[OTHERS] += len(inside) - len(known)
-        found += [inside[name] for name in known]
+        found += sorted(known, key=lambda file: unicodedata.normalize("NFC", file.as_posix()))
     return found
 
 
@@ -265,23 +259,17 @@ def without_front(
     """Yield numbered lines of Markdown without front matter: fields between two rules, or headings
     above the first rule."""
     lines = iter(lines)
-    held = []
-    for number, line in lines:
-        held.append((number, line))
-        bare = line.strip()
-        is_rule = re.fullmatch(r"-{3,}|\+{3}", bare)
-        if len(held) == 1:
-            expected = r"[\w\"'.-]+ *[:=]" if is_rule else "#|$"
-            is_front = is_rule or re.match(expected, bare)
-        elif is_rule:
-            notes[NO_MARKS] += sum(len(text) for _, text in held)
-            held = []
-            break
-        elif len(held) == 2 or expected == "#|$":
-            is_front = re.match(expected, bare)
-        if not is_front or len(held) > FRONT:
-            break
-    yield from chain(held, lines)
+    held = list(islice(lines, FRONT + 1))
+    texts = [line.strip() for _, line in held]
+    rules = [at for at, text in enumerate(texts) if re.fullmatch(RULE, text)]
+    end = 0
+    if rules[:1] == [0]:
+        if len(rules) > 1 and re.match(rf"{FIELD}|{RULE}", texts[1]):
+            end = rules[1] + 1
+    elif rules and all(re.match("#|$", text) for text in texts[: rules[0]]):
+        end = rules[0] + 1
+    notes[NO_MARKS] += sum(len(line) for _, line in held[:end])
+    yield from chain(held[end:], lines)
 
 
 def without_marks(
