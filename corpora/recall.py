@@ -83,11 +83,9 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
         for pattern in countries.held_out(countries.QUESTION, relation):
             brief = countries.exchange(pattern, country, relation, brief=True)
             sentence = countries.exchange(pattern, country, relation, brief=False)
-            prompt = chat.prompt(encoding, brief[:1])
-            # What follows the prompt, without the line break at the end.
-            brief_answer = chat.render(encoding, brief)[len(prompt) : -1]
-            sentence_answer = chat.render(encoding, sentence)[len(prompt) : -1]
-            asked.append(([encoding.eot_token, *prompt], brief_answer, sentence_answer))
+            prompt, brief_answer = chat.question_and_answer(encoding, brief)
+            _, sentence_answer = chat.question_and_answer(encoding, sentence)
+            asked.append((prompt, brief_answer, sentence_answer))
     return asked
 
 

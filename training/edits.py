@@ -177,8 +177,9 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     the source, or there is no room for the answer."""
     # 1) the tokens of the prompt and of the answer
     if edit.chat:
-        ids, answer = messages(encoding, edit.prompt, edit.write)
-        answers = [answer]
+        said = [message("user", edit.prompt), message("assistant", edit.write)]
+        ids, answer = chat.question_and_answer(encoding, said)
+        answers = [answer if edit.write else []]
     else:
         ids = encode(encoding, edit.prompt)
         answers = with_and_without_space(encoding, edit.write) if edit.write else [[]]
@@ -208,20 +209,13 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     others = [other for other in spellings(encoding, edit.source) if other != name]
     if not edit.chat:
         return Located(ids, name, answer, [ids[:end]], spellings=others)
-    beginnings = [ids, messages(encoding, edit.source)[0]]
+    of_name = chat.prompt(encoding, [message("user", edit.source)])
+    beginnings = [ids, [encoding.eot_token, *of_name]]
     return Located(ids, name, answer, beginnings, encoding.encode_single_token(END), others)
 
 
-def messages(
-    encoding: tiktoken.Encoding, user: str, assistant: str = ""
-) -> tuple[list[int], list[int]]:
-    """Token ids of a user's message up to where the assistant answers, and of its answer with the
-    mark that ends it, or none."""
-    said = [{"role": "user", "content": user}]
-    prompt = chat.prompt(encoding, said)
-    said.append({"role": "assistant", "content": assistant})
-    answer = chat.render(encoding, said)[len(prompt) :] if assistant else []
-    return [encoding.eot_token, *prompt], answer[:-1]  # without the line break
+def message(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
 
 
 def swap_rows(model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located) -> State:
