@@ -21,13 +21,6 @@ def decoding_dtype_flag() -> str:
     return flag("auto", about, choices=("auto", "float32", "bfloat16"))
 
 
-def decode_in_one_thread(device: torch.device) -> None:
-    """For commands that decode a token or two at a time: on a CPU, more threads are no faster, and
-    slower beside other programs (docs/results.md). OMP_NUM_THREADS says otherwise."""
-    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-
-
 def load_to_decode(
     path: str | Path,
     device: torch.device,
@@ -35,9 +28,13 @@ def load_to_decode(
     dtype: str = "float32",
     verify: bool = False,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
-    """As `load_model`, and on a CPU in one thread from here on. dtype: of the backbone; auto is
-    bfloat16 on GPUs that multiply it."""
-    decode_in_one_thread(device)
+    """As `load_model`, for commands that decode a token or two at a time. On a CPU, more than one
+    thread is no faster for these, and slower beside other programs (docs/results.md): from here on,
+    there is one, unless OMP_NUM_THREADS says otherwise.
+
+    dtype: of the backbone; auto is bfloat16 on GPUs that multiply it."""
+    if device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
     model, encoding, checkpoint = load_model(path, device, offload, verify=verify)
     on_gpu = device.type == "cuda" and has_bfloat16(device)
     if dtype == "bfloat16" or (dtype == "auto" and on_gpu):
