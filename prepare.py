@@ -17,7 +17,10 @@ Read are .txt, .md, .jsonl, .json, .csv and .tsv files in UTF-8, also if they en
 - A record is a line of .jsonl, an element of a .json array, or a row of a table. It has a text, or
   a question and its answer, or a conversation, {"conversations": [{"role": "user", "content":
   "..."}, ...]}, or two that differ in the last answer, {"chosen": [...], "rejected": [...]}.
-KNOWN_KEYS
+- Known keys, and columns: text; of a question instruction, prompt, question, query, input; of
+  its answer output, completion, response, answer; conversations, messages; system,
+  system_prompt; chosen and rejected. A message has role (or from), content (or value) and, if
+  it is not to be learned, weight 0.
 
 Written to the output folder:
 
@@ -27,7 +30,6 @@ Written to the output folder:
 """
 
 import os
-import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -40,7 +42,7 @@ from common import UserError, check_ranges, command_line, flag, parse, run
 from corpora.countries import CORPORA, write_corpus
 from text import bpe, huggingface, tokenizer
 from text.dataset import read_meta, read_tokenizer
-from text.documents import ANSWERS, MAX_BAD, QUESTIONS, SYSTEMS, TALKS, Report, kind_of, read
+from text.documents import MAX_BAD, Report, kind_of, read
 from text.download import DATASETS, fetch
 from text.files import find_files, text_size
 from text.splitting import HELD_OUT, hashed, held_out, labelled, to_validate
@@ -52,11 +54,6 @@ from training.settings import PRESETS, STAGES
 # few merges, but takes memory and time without bound (in Chinese, some 35 bytes for each).
 SAMPLE = 16 << 20
 NOTES = 20  # how many are shown
-KEYS = (
-    f"- Known keys, and columns: text; of a question {', '.join(QUESTIONS)}; of its answer "
-    f"{', '.join(ANSWERS)}; {', '.join(TALKS)}; {', '.join(SYSTEMS)}; chosen and rejected. A "
-    "message has role (or from), content (or value) and, if it is not to be learned, weight 0."
-)
 
 # How tiktoken gets the vocabulary NAME where there is no network.
 FILL = (
@@ -236,8 +233,7 @@ def sampled(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]
 
 
 def main() -> None:
-    keys = textwrap.fill(KEYS, 96, subsequent_indent="  ")
-    settings = parse(Preparation, __doc__.replace("KNOWN_KEYS", keys))
+    settings = parse(Preparation, __doc__)
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA

@@ -45,7 +45,7 @@ SPELLED = {
     START: f"times {START} stays text: it becomes a token only around messages with roles",
 }
 
-# The keys of a record that hold messages, or one message.
+# The keys of a record that hold messages, or one message; `prepare.py -h` names them.
 TALKS = ("conversations", "messages")
 SYSTEMS = ("system", "system_prompt")
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
