@@ -217,12 +217,8 @@ def write_facts(
 
     edits: from `read_facts`. earlier: facts that the checkpoint's edits wrote."""
 
-    tables = model.tables
-
-    def use(rows: dict[int, Tensor]) -> None:
-        model.tables = with_rows(tables, rows) if rows else tables
-
     # 1) write
+    own = model.tables
     all_located = [located for _, located in edits.values()]
     prompts = [located.prompt for located in all_located]
     answers = [located.answer for located in all_located]
@@ -235,13 +231,15 @@ def write_facts(
             if stops:
                 bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
+            before_it = model.tables
             changed = {**rows, **train_rows(model, *located, earlier=earlier + written)}
-            use(changed)
+            model.tables = with_rows(own, changed)
             learned.append(is_written(model, located))
             if learned[-1]:
                 rows = changed
                 written.append((located.prompt, located.answer))
-            use(rows)
+            else:
+                model.tables = before_it
 
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
