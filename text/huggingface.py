@@ -64,6 +64,24 @@ WORDS: dict[str, list[dict]] = {
     CL100K_PATTERN: [split(CL100K_PATTERN.replace("{1,3}+", "{1,3}")), LETTERS],
 }
 
+
+def byte_letters() -> dict[int, str]:
+    """The letters that GPT-2 spells bytes with: a visible character spells itself, the n-th of the
+    others is U+0100 + n."""
+    letters = {}
+    n_hidden = 0
+    for byte in range(256):
+        if chr(byte).isprintable() and byte != ord(" "):
+            letters[byte] = chr(byte)
+        else:
+            letters[byte] = chr(0x100 + n_hidden)
+            n_hidden += 1
+    return letters
+
+
+LETTER_OF = byte_letters()
+BYTE_OF = {letter: byte for byte, letter in LETTER_OF.items()}
+
 # `chat.prompt` after <|endoftext|>, for transformers' apply_chat_template.
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
@@ -101,19 +119,7 @@ def read_tokenizer(
     pattern = word_pattern(path, record.get("pre_tokenizer"))
 
     special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}
-    byte_of = {letter: byte for byte, letter in byte_letters().items()}
-    ranks = {}
-    for token, i in bpe["vocab"].items():
-        if token in special_tokens:
-            continue
-        if not set(token) <= set(byte_of):
-            raise UserError(f"{path}: the token {token!r:.40} is not spelled in GPT-2's bytes")
-        ranks[bytes(byte_of[letter] for letter in token)] = i
-    check_merges(path, bpe, ranks, byte_of)
-    lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
-    if lacking != (NO_TOKEN if pattern == SMOLLM2_PATTERN else b""):
-        raise UserError(f"{path}: some of the 256 single bytes are missing, or should be")
-
+    ranks = read_ranks(path, bpe, special_tokens, pattern)
     names = {i: name for name, i in special_tokens.items()}
     # The token that begins a text there must be called <|endoftext|> here. MiniMind's and
     # SmolLM2's is <|im_start|>, which begins a message.
@@ -142,6 +148,25 @@ def read_tokenizer(
     return encoding
 
 
+def read_ranks(
+    path: Path, bpe: dict, special_tokens: dict[str, int], pattern: str
+) -> dict[bytes, int]:
+    """The ids of a vocabulary's tokens, but for special ones. UserError: one is not spelled in
+    bytes, or bytes are missing, or merges would give other tokens (`check_merges`)."""
+    ranks = {}
+    for token, i in bpe["vocab"].items():
+        if token in special_tokens:
+            continue
+        if not set(token) <= BYTE_OF.keys():
+            raise UserError(f"{path}: the token {token!r:.40} is not spelled in GPT-2's bytes")
+        ranks[bytes(map(BYTE_OF.get, token))] = i
+    check_merges(path, bpe, ranks)
+    lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
+    if lacking != (NO_TOKEN if pattern == SMOLLM2_PATTERN else b""):
+        raise UserError(f"{path}: some of the 256 single bytes are missing, or should be")
+    return ranks
+
+
 def keeps_all(encoding: tiktoken.Encoding) -> bool:
     """Whether a text of all characters, above U+DFFF each 16th, is the same once encoded."""
     letters = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode, 16)]))
@@ -164,13 +189,12 @@ def has_our_template(folder: Path) -> bool:
 def write_tokenizer(folder: Path, encoding: tokenizer.Encoding, block_size: int) -> None:
     """Write tokenizer.json, and tokenizer_config.json for transformers: text gets the ids of
     `tokenizer.encode`, so with <|endoftext|> in front, but spelled special tokens become such."""
-    letters = byte_letters()
     added = {name.encode() for name in encoding.added}
     ranks = {token: i for token, i in encoding._mergeable_ranks.items() if token not in added}
     vocab = dict(encoding._special_tokens)
     merges = []
     for token, i in sorted(ranks.items(), key=lambda item: item[1]):
-        spelled = "".join(letters[byte] for byte in token)
+        spelled = "".join(map(LETTER_OF.get, token))
         vocab[spelled] = i
         # As tiktoken does, merge whatever two tokens make this one.
         for at in range(1, len(token)):
@@ -232,21 +256,7 @@ def word_pattern(path: Path, pre_tokenizer: Any) -> str:
     )
 
 
-def byte_letters() -> dict[int, str]:
-    """The letters that GPT-2 spells bytes with: a visible character spells itself, the n-th of the
-    others is U+0100 + n."""
-    letters = {}
-    n_hidden = 0
-    for byte in range(256):
-        if chr(byte).isprintable() and byte != ord(" "):
-            letters[byte] = chr(byte)
-        else:
-            letters[byte] = chr(0x100 + n_hidden)
-            n_hidden += 1
-    return letters
-
-
-def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int], byte_of: dict[str, int]) -> None:
+def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
     """UserError: tiktoken, which joins whatever makes the token of the lowest id, and looks up a
     whole word first, would find other tokens than the merges of a file."""
     merged = []  # the id of what each merge makes
@@ -254,10 +264,10 @@ def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int], byte_of: dict[s
     for number, merge in enumerate(bpe["merges"]):
         parts = merge.split(" ") if isinstance(merge, str) else merge
         token = "".join(parts)
-        if token not in bpe["vocab"] or not set(token) <= byte_of.keys():
+        if token not in bpe["vocab"] or not set(token) <= BYTE_OF.keys():
             raise UserError(f"{path}: a merge makes {token!r:.40}, which is no token of a text")
         merged.append(bpe["vocab"][token])
-        pair = tuple(bytes(byte_of[letter] for letter in part) for part in parts)
+        pair = tuple(bytes(map(BYTE_OF.get, part)) for part in parts)
         pairs.setdefault(pair, number)
     whole = bpe.get("ignore_merges")  # there, too, a whole word is looked up first
     for token in tqdm(ranks, "checking merges", leave=False, delay=3, disable=None):
