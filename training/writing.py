@@ -28,73 +28,126 @@ COMMON = 0.25  # share of the model's texts in which a token of everyday words s
 Fact: TypeAlias = tuple[list[int], list[int]]  # a prompt and its answer, as token ids
 
 
-class ExtraRows(Tables):
-    """Tables in which some tokens, `ids`, read extra rows in place of their own. The extra rows can
-    be trained. The tables below do not change, wherever they are stored. If no ids are given, the
-    extra rows get new ones, beyond those below."""
+# --- a fact ---
 
-    def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
-        """rows: [n, n_table, W], one for each of the ids."""
-        super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)
-        self.tables = tables
-        self.weight = tables.weight
-        self.extra = nn.Parameter(rows.float())
-        self.which = torch.full((self.n_row,), -1)  # which extra row an id reads; -1: none
-        self.read_as(ids or range(tables.n_row, self.n_row))
 
-    def read_as(self, ids: Sequence[int]) -> None:
-        """From now on, these ids read the extra rows, in their order."""
-        self.ids = list(ids)
-        self.which[self.ids] = torch.arange(len(self.ids))
+def train_rows(
+    model: Decoder,
+    prompt: list[int],
+    name: list[int],
+    answer: list[int],
+    beginnings: Sequence[list[int]],
+    stop: int = -1,
+    spellings: Sequence[list[int]] = (),
+    earlier: Sequence[Fact] = (),
+) -> dict[int, Tensor]:
+    """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
+    Its weights are frozen, and it is in eval() mode, from here on.
 
-    def rows(self) -> dict[int, Tensor]:
-        """The extra rows, [n_table, W] each, by their ids."""
-        return dict(zip(self.ids, self.extra.detach(), strict=True))
+    Args:
+        beginnings, stop: of texts about the name, as of `texts_about`.
+        spellings: of the name in other tokens, as where no space is before it. These tokens keep
+            their rows, but texts that have them are about the name, too.
+        earlier: facts that were written before, the oldest first. Those whose prompts read the same
+            rows are taught again: else they are lost to the next ones about their name.
 
-    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        which = self.which.to(ids.device)[ids]  # [B, T]
-        is_extra = which >= 0
-        which = which[is_extra]  # [n]
-        for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
-            own = self.extra[which, table].to(rows.dtype)  # [n, W]
-            yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
+    Returns:
+        The new rows of the name's tokens, [n_table, W] each.
+    """
+    assert {*name} <= {*prompt}, f"prompt {prompt} has no {name}: with a space, names are other ids"
+    model.eval().requires_grad_(False)
+    own = own_tokens(model, prompt[0], name)
+    tables = model.tables
+    model.tables = ExtraRows(tables, rows_of(tables, own))
+    texts = texts_about(model, beginnings, stop)
+    kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
+    kept.pop(tuple(prompt), None)
+    facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
+    write_fact(model, facts, [name, *spellings], texts, own, stop)
+    rows = model.tables.rows()
+    model.tables = tables
+    return rows
+
+
+def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
+    """The tokens of a name but for everyday words (" of" and " the" in the Republic of the Congo),
+    which stand in many of the texts that the model writes from a token `start`: a row that is
+    trained for one name would hurt them all. Of a name of such words alone, all tokens."""
+    if len(name) == 1:
+        return name
+    texts = continued(model, torch.full((N_TEXT, 1), start))  # [N, T]
+    tokens = list(dict.fromkeys(name))
+    own = [token for token in tokens if (texts == token).any(1).float().mean() <= COMMON]
+    return own or tokens
 
 
 @torch.no_grad()
-def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
-    """A copy of the rows of tokens, [n, n_table, W]."""
-    return torch.stack([rows[0] for rows in tables.lookup(torch.tensor([tokens]))], dim=1)
+def texts_about(model: Decoder, beginnings: Sequence[list[int]], stop: int = -1) -> Tensor:
+    """Texts that the model writes after some beginnings: [N, T] token ids. Those that end with a
+    token `stop` repeat it."""
+    texts = []
+    for begun in beginnings:
+        texts += continued(model, torch.tensor([begun] * (N_TEXT // len(beginnings))), stop)
+    return pad_sequence(texts, batch_first=True, padding_value=stop)
 
 
-def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
-    """Tables in which tokens have other rows [n_table, W], which are not trained. A checkpoint does
-    not hold such tables: `edit.save` writes the rows into one."""
-    return ExtraRows(tables, torch.stack(list(rows.values())), list(rows)).requires_grad_(False)
+def continued(model: Decoder, ids: Tensor, stop: int = -1) -> Tensor:
+    """Beginnings [N, T] with what the model writes after them, as many of TEXT_TOKENS as there is
+    room for."""
+    n_new = min(TEXT_TOKENS, model.config.block_size - ids.shape[1])
+    tokens = model.stream(ids, n_new, seed=0, stop=stop)
+    bar = tqdm(tokens, "reading the model's texts", n_new, leave=False, disable=None)
+    return torch.cat((ids, *(token[:, None] for token in bar)), dim=1)
 
 
-def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
-    """Tables with an extra token for each name: the mean of the rows of its tokens."""
-    means = [rows_of(tables, name).mean(0) for name in names]
-    return ExtraRows(tables, torch.stack(means)).requires_grad_(False)
+def write_fact(
+    model: Decoder,
+    facts: Sequence[Fact],
+    names: Sequence[list[int]],
+    texts: Tensor,
+    own: Sequence[int],
+    stop: int = -1,
+) -> None:
+    """Let the answer of the first of `facts` follow its prompt, in a model whose tables are
+    ExtraRows of the tokens `own` of a name, by training these rows, which the tokens read from then
+    on. The other facts were written earlier: they are taught again.
+
+    What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
+    divergence from those before. Where they ask for the same fact, the answer is taught, too: what
+    it says, however it is opened. `names`: of `renamed`. `stop`: the token that texts repeat where
+    they have ended."""
+    prompt, answer = facts[0]
+    questions, targets = with_answers(*zip(*facts, strict=True))  # [n, T] each
+    is_answer = targets >= 0
+    n_open, first = opening_of(model, prompt, names, answer)
+    begun = answer[:n_open]
+    same = ask_the_same(model, torch.tensor(prompt), names, texts, begun, first)  # [N, T] bool
+    same = same.cpu()
+    with torch.no_grad():
+        before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
+    model.tables.read_as(own)
+    targets = targets[is_answer].to(model.device)  # [k]
+
+    optimizer = torch.optim.Adam([model.tables.extra])
+    for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
+        logits, _ = model(questions)  # [n, T, V]
+        nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
+        part = slice(step % N_PART, None, N_PART)
+        now = model(texts[part])[0].float().log_softmax(-1)
+        asked = now[same[part]]  # [m, V]
+        if first:  # log p of what is not opened
+            left_out = torch.tensor(first, device=model.device)
+            asked = asked.index_fill(1, left_out, -torch.inf).log_softmax(-1)
+        nats = nats - asked[:, answer[n_open]].sum() / max(1, len(asked))
+        stay = ~same[part] & (texts[part] != stop)
+        change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
+        optimizer.zero_grad()
+        (nats + KEEP * change).backward()
+        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        optimizer.step()
 
 
-def renamed(ids: Tensor, names: Sequence[list[int]], token: int) -> Tensor:
-    """ids [..., T] about another name: a token in place of the last one of a name, however it is
-    spelled, `names`."""
-    for name in names:
-        ids = substitute(ids, name, [*name[:-1], token])
-    return ids
-
-
-def as_others(
-    model: Decoder, ids: Tensor, names: Sequence[list[int]], n: int
-) -> tuple[list[int], Tensor]:
-    """About n other names: tokens of the vocabulary, as of `renamed`. Returns them, and the
-    probabilities of what follows `ids` [T] then, [n, V]."""
-    vocab_size = model.config.vocab_size
-    tokens = list(range(0, vocab_size, 1 + vocab_size // n))
-    prompts = torch.stack([renamed(ids, names, token) for token in tokens])
-    return tokens, model(prompts, last_only=True)[0][:, 0].float().softmax(-1)
+# --- what asks for the same fact ---
 
 
 @torch.no_grad()
@@ -158,117 +211,73 @@ def ask_the_same(
     return answered > 0.9
 
 
-def continued(model: Decoder, ids: Tensor, stop: int = -1) -> Tensor:
-    """Beginnings [N, T] with what the model writes after them, as many of TEXT_TOKENS as there is
-    room for."""
-    n_new = min(TEXT_TOKENS, model.config.block_size - ids.shape[1])
-    tokens = model.stream(ids, n_new, seed=0, stop=stop)
-    bar = tqdm(tokens, "reading the model's texts", n_new, leave=False, disable=None)
-    return torch.cat((ids, *(token[:, None] for token in bar)), dim=1)
+def as_others(
+    model: Decoder, ids: Tensor, names: Sequence[list[int]], n: int
+) -> tuple[list[int], Tensor]:
+    """About n other names: tokens of the vocabulary, as of `renamed`. Returns them, and the
+    probabilities of what follows `ids` [T] then, [n, V]."""
+    vocab_size = model.config.vocab_size
+    tokens = list(range(0, vocab_size, 1 + vocab_size // n))
+    prompts = torch.stack([renamed(ids, names, token) for token in tokens])
+    return tokens, model(prompts, last_only=True)[0][:, 0].float().softmax(-1)
+
+
+def renamed(ids: Tensor, names: Sequence[list[int]], token: int) -> Tensor:
+    """ids [..., T] about another name: a token in place of the last one of a name, however it is
+    spelled, `names`."""
+    for name in names:
+        ids = substitute(ids, name, [*name[:-1], token])
+    return ids
+
+
+# --- rows that are read in place of others ---
+
+
+class ExtraRows(Tables):
+    """Tables in which some tokens, `ids`, read extra rows in place of their own. The extra rows can
+    be trained. The tables below do not change, wherever they are stored. If no ids are given, the
+    extra rows get new ones, beyond those below."""
+
+    def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
+        """rows: [n, n_table, W], one for each of the ids."""
+        super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)
+        self.tables = tables
+        self.weight = tables.weight
+        self.extra = nn.Parameter(rows.float())
+        self.which = torch.full((self.n_row,), -1)  # which extra row an id reads; -1: none
+        self.read_as(ids or range(tables.n_row, self.n_row))
+
+    def read_as(self, ids: Sequence[int]) -> None:
+        """From now on, these ids read the extra rows, in their order."""
+        self.ids = list(ids)
+        self.which[self.ids] = torch.arange(len(self.ids))
+
+    def rows(self) -> dict[int, Tensor]:
+        """The extra rows, [n_table, W] each, by their ids."""
+        return dict(zip(self.ids, self.extra.detach(), strict=True))
+
+    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
+        which = self.which.to(ids.device)[ids]  # [B, T]
+        is_extra = which >= 0
+        which = which[is_extra]  # [n]
+        for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
+            own = self.extra[which, table].to(rows.dtype)  # [n, W]
+            yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
 
 
 @torch.no_grad()
-def texts_about(model: Decoder, beginnings: Sequence[list[int]], stop: int = -1) -> Tensor:
-    """Texts that the model writes after some beginnings: [N, T] token ids. Those that end with a
-    token `stop` repeat it."""
-    texts = []
-    for begun in beginnings:
-        texts += continued(model, torch.tensor([begun] * (N_TEXT // len(beginnings))), stop)
-    return pad_sequence(texts, batch_first=True, padding_value=stop)
+def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
+    """A copy of the rows of tokens, [n, n_table, W]."""
+    return torch.stack([rows[0] for rows in tables.lookup(torch.tensor([tokens]))], dim=1)
 
 
-def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
-    """The tokens of a name but for everyday words (" of" and " the" in the Republic of the Congo),
-    which stand in many of the texts that the model writes from a token `start`: a row that is
-    trained for one name would hurt them all. Of a name of such words alone, all tokens."""
-    if len(name) == 1:
-        return name
-    texts = continued(model, torch.full((N_TEXT, 1), start))  # [N, T]
-    tokens = list(dict.fromkeys(name))
-    own = [token for token in tokens if (texts == token).any(1).float().mean() <= COMMON]
-    return own or tokens
+def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
+    """Tables in which tokens have other rows [n_table, W], which are not trained. A checkpoint does
+    not hold such tables: `edit.save` writes the rows into one."""
+    return ExtraRows(tables, torch.stack(list(rows.values())), list(rows)).requires_grad_(False)
 
 
-def write_fact(
-    model: Decoder,
-    facts: Sequence[Fact],
-    names: Sequence[list[int]],
-    texts: Tensor,
-    own: Sequence[int],
-    stop: int = -1,
-) -> None:
-    """Let the answer of the first of `facts` follow its prompt, in a model whose tables are
-    ExtraRows of the tokens `own` of a name, by training these rows. The other facts were written
-    earlier: they are taught again.
-
-    What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
-    divergence from those before. Where they ask for the same fact, the answer is taught, too: what
-    it says, however it is opened. `names`: of `renamed`. `stop`: the token that texts repeat where
-    they have ended."""
-    prompt, answer = facts[0]
-    questions, targets = with_answers(*zip(*facts, strict=True))  # [n, T] each
-    is_answer = targets >= 0
-    n_open, first = opening_of(model, prompt, names, answer)
-    begun = answer[:n_open]
-    same = ask_the_same(model, torch.tensor(prompt), names, texts, begun, first)  # [N, T] bool
-    same = same.cpu()
-    with torch.no_grad():
-        before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
-    model.tables.read_as(own)
-    targets = targets[is_answer].to(model.device)  # [k]
-
-    optimizer = torch.optim.Adam([model.tables.extra])
-    for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
-        logits, _ = model(questions)  # [n, T, V]
-        nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
-        part = slice(step % N_PART, None, N_PART)
-        now = model(texts[part])[0].float().log_softmax(-1)
-        asked = now[same[part]]  # [m, V]
-        if first:  # log p of what is not opened
-            left_out = torch.tensor(first, device=model.device)
-            asked = asked.index_fill(1, left_out, -torch.inf).log_softmax(-1)
-        nats = nats - asked[:, answer[n_open]].sum() / max(1, len(asked))
-        stay = ~same[part] & (texts[part] != stop)
-        change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
-        optimizer.zero_grad()
-        (nats + KEEP * change).backward()
-        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
-        optimizer.step()
-
-
-def train_rows(
-    model: Decoder,
-    prompt: list[int],
-    name: list[int],
-    answer: list[int],
-    beginnings: Sequence[list[int]],
-    stop: int = -1,
-    spellings: Sequence[list[int]] = (),
-    earlier: Sequence[Fact] = (),
-) -> dict[int, Tensor]:
-    """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
-    Its weights are frozen, and it is in eval() mode, from here on.
-
-    Args:
-        beginnings, stop: of texts about the name, as of `texts_about`.
-        spellings: of the name in other tokens, as where no space is before it. These tokens keep
-            their rows, but texts that have them are about the name, too.
-        earlier: facts that were written before, the oldest first. Those whose prompts read the same
-            rows are taught again: else they are lost to the next ones about their name.
-
-    Returns:
-        The new rows of the name's tokens, [n_table, W] each.
-    """
-    assert {*name} <= {*prompt}, f"prompt {prompt} has no {name}: with a space, names are other ids"
-    model.eval().requires_grad_(False)
-    own = own_tokens(model, prompt[0], name)
-    tables = model.tables
-    model.tables = ExtraRows(tables, rows_of(tables, own))
-    texts = texts_about(model, beginnings, stop)
-    kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
-    kept.pop(tuple(prompt), None)
-    facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
-    write_fact(model, facts, [name, *spellings], texts, own, stop)
-    rows = model.tables.rows()
-    model.tables = tables
-    return rows
+def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
+    """Tables with an extra token for each name: the mean of the rows of its tokens."""
+    means = [rows_of(tables, name).mean(0) for name in names]
+    return ExtraRows(tables, torch.stack(means)).requires_grad_(False)
