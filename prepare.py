@@ -33,6 +33,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -175,7 +176,7 @@ def prepare_files(
     tokenizer first, twice; they are never all in memory. Returns meta.json."""
     report = Report(MAX_BAD if settings.input else 1, kind)  # published files cannot be corrected
     found = find_files(paths, report.notes)
-    books: list[Path] = []
+    books = []
     if settings.hold_out_files:
         books, found = held_out(found, settings.hold_out_files)
     columns = settings.column_names
@@ -185,32 +186,20 @@ def prepare_files(
             labelled(documents, settings.val_fraction, Counter()), SAMPLE / text_size(found)
         )
         encoding = bpe.train(texts, settings.vocab_size or 6400)
+    write = partial(
+        write_dataset, encoding=encoding, kind=kind, overwrite=settings.overwrite, corpus="files"
+    )
     held: set[int] = set()  # hashes of documents that are held out
     if books:
-        write_dataset(
-            settings.out_dir / HELD_OUT,
-            to_validate(read(books, report, "held out", columns), held),
-            encoding,
-            kind,
-            overwrite=settings.overwrite,
-            corpus="files",
-            sources=[path.name for path in books],
-        )
+        documents = to_validate(read(books, report, "held out", columns), held)
+        write(settings.out_dir / HELD_OUT, documents, sources=[path.name for path in books])
     documents = read(found, report, "encoding", columns)
     if settings.val_fraction == 1:
         documents = to_validate(documents, held)
     else:
         documents = labelled(documents, settings.val_fraction, report.notes, held)
-    meta = write_dataset(
-        settings.out_dir,
-        documents,
-        encoding,
-        kind,
-        overwrite=settings.overwrite,
-        corpus="files",
-        sources=[path.resolve().name for path in paths],
-        val_fraction=settings.val_fraction,
-    )
+    sources = [path.resolve().name for path in paths]
+    meta = write(settings.out_dir, documents, sources=sources, val_fraction=settings.val_fraction)
     if report.bad:
         print(f"skipped {report}")
     notes = (+report.notes).most_common()
@@ -230,6 +219,45 @@ def sampled(documents: Iterator[tuple[str, str]], share: float) -> Iterator[str]
         # The low bits of the hash, as the high ones decide the split.
         if hashed(document) % 2**32 < share * 2**32:
             yield document
+
+
+def tell(folder: Path, meta: dict, split: str) -> None:
+    """Print the sizes of a folder's file."""
+    sizes = meta[split]
+    print(
+        f"{folder / split}.bin: {sizes['documents']:,} documents, "
+        f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
+    )
+
+
+def propose(settings: Preparation, meta: dict) -> None:
+    """Print how to train on the folder or, if all of it is held out, to evaluate a model."""
+    folder = settings.out_dir
+    given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
+    is_run = os.path.exists(Path(given) / "ckpt.pt")
+    origin = given if is_run or given.endswith(".pt") else "CKPT"
+    if settings.val_fraction == 1:
+        words = ["--eval_only", "--init_from", origin, "--data_dir", folder]
+        words += ["--eval_tokens", meta["val"]["tokens"]]
+        print(f"next: {command_line('train.py', *words)}")
+        return
+    # The first stage that reads such documents.
+    name = next(name for name, stage in STAGES.items() if stage.reads == meta["kind"])
+    if name == "pretrain":
+        out_dir = f"out/{folder.name}"
+        words = ["--data_dir", folder, "--out_dir", out_dir]
+        # The last token is a target alone.
+        longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
+        if longest < PRESETS["prose"]["block_size"]:
+            words += ["--block_size", longest]
+    else:
+        out_dir = f"out/{name}"
+        words = ["--data_dir", folder, "--stage", name, "--init_from", origin, "--out_dir", out_dir]
+    print(f"next: {command_line('train.py', *words)}")
+    if settings.hold_out_files:
+        both = ["--data_dir", f"{folder},{folder / HELD_OUT}"]
+        words = ["--eval_only", "--init_from", f"{out_dir}/ckpt.pt", *both]
+        print(f"both losses: {command_line('train.py', *words)}")
 
 
 def main() -> None:
@@ -275,45 +303,6 @@ def main() -> None:
     if meta["val"]["tokens"] < 1000:
         print("note: that is little to validate with: small differences in its loss mean nothing")
     propose(settings, meta)
-
-
-def tell(folder: Path, meta: dict, split: str) -> None:
-    """Print the sizes of a folder's file."""
-    sizes = meta[split]
-    print(
-        f"{folder / split}.bin: {sizes['documents']:,} documents, "
-        f"{sizes['tokens']:,} tokens, {sizes['bytes'] / sizes['tokens']:.2f} bytes per token"
-    )
-
-
-def propose(settings: Preparation, meta: dict) -> None:
-    """Print how to train on the folder or, if all of it is held out, to evaluate a model."""
-    folder = settings.out_dir
-    given = str(settings.tokenizer)  # of a checkpoint, it is that of the model to go on with
-    is_run = os.path.exists(Path(given) / "ckpt.pt")
-    origin = given if is_run or given.endswith(".pt") else "CKPT"
-    if settings.val_fraction == 1:
-        words = ["--eval_only", "--init_from", origin, "--data_dir", folder]
-        words += ["--eval_tokens", meta["val"]["tokens"]]
-        print(f"next: {command_line('train.py', *words)}")
-        return
-    # The first stage that reads such documents.
-    name = next(name for name, stage in STAGES.items() if stage.reads == meta["kind"])
-    if name == "pretrain":
-        out_dir = f"out/{folder.name}"
-        words = ["--data_dir", folder, "--out_dir", out_dir]
-        # The last token is a target alone.
-        longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
-        if longest < PRESETS["prose"]["block_size"]:
-            words += ["--block_size", longest]
-    else:
-        out_dir = f"out/{name}"
-        words = ["--data_dir", folder, "--stage", name, "--init_from", origin, "--out_dir", out_dir]
-    print(f"next: {command_line('train.py', *words)}")
-    if settings.hold_out_files:
-        both = ["--data_dir", f"{folder},{folder / HELD_OUT}"]
-        words = ["--eval_only", "--init_from", f"{out_dir}/ckpt.pt", *both]
-        print(f"both losses: {command_line('train.py', *words)}")
 
 
 if __name__ == "__main__":
