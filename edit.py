@@ -75,7 +75,7 @@ from training.edits import (
     written_facts,
 )
 from training.folders import clear
-from training.writing import Fact, train_rows, with_rows
+from training.writing import ExtraRows, Fact, train_rows, with_rows
 
 WIDTH = 38  # of a column of text
 
@@ -93,22 +93,23 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
     # 2) its new rows, and the facts that were written into them
     if edit.facts:
         edits = read_facts(edit, model, encoding, checkpoint)
-        new, written = write_facts(model, edits, earlier)
+        written = write_facts(model, edits, earlier)
+        learned = bool(written)
     else:
         fill_in(edit, encoding, checkpoint)
         located, after = new_rows(model, encoding, edit, earlier)
         if path and edit.target:
             after = as_saved(edit, located, after)  # which is shown, then
         learned = compare(model, encoding, edit, located, after)
-        new = after.tables.rows() if path and learned else {}
         written = [(located.prompt, located.answer)] if edit.write else []
 
-    # 3) save it
-    if path and not new:
+    # 3) save what the model reads now
+    if not path:
+        return
+    if not learned:
         what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
         raise UserError(f"--save: nothing is saved, as {what} learned")
-    if path:
-        save(path, checkpoint, encoding, new, written)
+    save(path, checkpoint, encoding, model.tables, written)
 
 
 def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, dict]:
@@ -210,10 +211,10 @@ def read_facts(
 
 def write_facts(
     model: Decoder, edits: dict[str, tuple[Edit, Located]], earlier: list[Fact]
-) -> tuple[dict[int, Tensor], list[Fact]]:
+) -> list[Fact]:
     """Write one fact after the other, each into the rows that those before it left, and print what
-    became of them. Returns the new rows of tokens, [n_table, W] each, and the facts that were
-    learned. A fact that was not learned changes no row.
+    became of them. Returns the facts that were learned, whose rows the model keeps. A fact that was
+    not learned changes no row.
 
     edits: from `read_facts`. earlier: facts that the checkpoint's edits wrote."""
 
@@ -254,7 +255,7 @@ def write_facts(
         p = f"before {p_before:6.1%}   after {p_after:6.1%}"
         print(f"{padded(where, room)}  {text}  {p}   {state}".rstrip())
     print(f"{sum(known)} of {len(known)} facts are known")
-    return rows, written
+    return written
 
 
 # --- save and undo ---
@@ -264,18 +265,17 @@ def save(
     path: Path,
     checkpoint: dict,
     encoding: tiktoken.Encoding,
-    new: dict[int, Tensor],
+    new: ExtraRows,
     facts: list[Fact],
 ) -> None:
-    """Write a checkpoint in which tokens have new rows [n_table, W], and their own in its list of
+    """Write a checkpoint in which the tokens of extra rows have these, and their own in its list of
     edits, for --undo, with the facts that were written. Print what changed."""
-    tokens = list(new)
-    ids = torch.tensor(tokens)
-    own = replace_rows(checkpoint, ids, torch.stack(list(new.values())).cpu().unbind(1))
+    ids = torch.tensor(new.ids)
+    own = replace_rows(checkpoint, ids, new.extra.cpu().unbind(1))
     checkpoint["edits"].append({"ids": ids, "rows": own, "facts": facts})
     write_checkpoint(path, checkpoint)
-    print(f"changed the rows of {[spelled(encoding, token) for token in tokens]}")
-    readers = recall.readers(encoding, tokens)
+    print(f"changed the rows of {[spelled(encoding, token) for token in new.ids]}")
+    readers = recall.readers(encoding, new.ids)
     if readers and not has_own_text(checkpoint):
         print(f"these countries read them and may change: {', '.join(readers)}")
 

@@ -29,9 +29,9 @@ def ask(
     training = model.training
     model.eval()
     try:
-        if "countries" in corpora and briefly:
-            return quick_recall(model, encoding)
         if "countries" in corpora:
+            if briefly:
+                return quick_recall(model, encoding)
             return {"recall": fact_recall(model, encoding, "capital")}
         if {"countries-sft", "countries-dpo"} & corpora and not briefly:
             return chat_recall(model, encoding, "capital")

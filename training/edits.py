@@ -27,6 +27,7 @@ from text.tokenizer import END, encode, spelled, typed, until_end
 from training.decoding import decoding_dtype_flag
 from training.settings import device_flag, offload_flag
 from training.writing import (
+    ExtraRows,
     Fact,
     mean_rows,
     opening_of,
@@ -257,7 +258,7 @@ def as_saved(edit: Edit, located: Located, swap: State) -> State:
         raise UserError(f"a token that --prompt has twice cannot have two rows: {fix}")
     other = other_ids(prompt, swap.ids)
     rows = rows_of(swap.tables, list(other.values()))
-    return State(with_rows(swap.tables, dict(zip(other, rows, strict=True))), prompt)
+    return State(ExtraRows(swap.tables, rows, list(other)), prompt)
 
 
 # --- names in token ids ---
@@ -349,9 +350,7 @@ def probabilities(
     answers = [first, located.answer or last]
     if located.answer != texts[1][: len(located.answer)]:
         answers.append(last)
-    for number, answer in enumerate(answers):
-        if answer in answers[:number]:
-            continue
+    for answer in dict.fromkeys(map(tuple, answers)):  # each once
         p = []
         for state in states:
             model.tables = state.tables

@@ -64,9 +64,9 @@ def train_rows(
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
     write_fact(model, facts, [name, *spellings], texts, own, stop)
-    rows = model.tables.rows()
+    rows = model.tables.extra.detach()
     model.tables = tables
-    return rows
+    return dict(zip(own, rows, strict=True))
 
 
 def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
@@ -128,7 +128,7 @@ def write_fact(
     model.tables.read_as(own)
     targets = targets[is_answer].to(model.device)  # [k]
 
-    optimizer = torch.optim.Adam([model.tables.extra])
+    optimizer = torch.optim.Adam([model.tables.extra.requires_grad_()])
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
         logits, _ = model(questions)  # [n, T, V]
         nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
@@ -234,16 +234,17 @@ def renamed(ids: Tensor, names: Sequence[list[int]], token: int) -> Tensor:
 
 
 class ExtraRows(Tables):
-    """Tables in which some tokens, `ids`, read extra rows in place of their own. The extra rows can
-    be trained. The tables below do not change, wherever they are stored. If no ids are given, the
-    extra rows get new ones, beyond those below."""
+    """Tables in which some tokens, `ids`, read extra rows in place of their own. If no ids are
+    given, the extra rows get new ones, beyond those of the tables below, which do not change,
+    wherever they are stored. A checkpoint does not hold such tables: `edit.save` writes the rows
+    into one."""
 
     def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
         """rows: [n, n_table, W], one for each of the ids."""
         super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)
         self.tables = tables
         self.weight = tables.weight
-        self.extra = nn.Parameter(rows.float())
+        self.extra = nn.Parameter(rows.float(), requires_grad=False)
         self.which = torch.full((self.n_row,), -1)  # which extra row an id reads; -1: none
         self.read_as(ids or range(tables.n_row, self.n_row))
 
@@ -251,10 +252,6 @@ class ExtraRows(Tables):
         """From now on, these ids read the extra rows, in their order."""
         self.ids = list(ids)
         self.which[self.ids] = torch.arange(len(self.ids))
-
-    def rows(self) -> dict[int, Tensor]:
-        """The extra rows, [n_table, W] each, by their ids."""
-        return dict(zip(self.ids, self.extra.detach(), strict=True))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         which = self.which.to(ids.device)[ids]  # [B, T]
@@ -272,12 +269,11 @@ def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
 
 
 def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
-    """Tables in which tokens have other rows [n_table, W], which are not trained. A checkpoint does
-    not hold such tables: `edit.save` writes the rows into one."""
-    return ExtraRows(tables, torch.stack(list(rows.values())), list(rows)).requires_grad_(False)
+    """Tables in which tokens have other rows, [n_table, W] each."""
+    return ExtraRows(tables, torch.stack(list(rows.values())), list(rows))
 
 
 def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
     """Tables with an extra token for each name: the mean of the rows of its tokens."""
     means = [rows_of(tables, name).mean(0) for name in names]
-    return ExtraRows(tables, torch.stack(means)).requires_grad_(False)
+    return ExtraRows(tables, torch.stack(means))
