@@ -24,10 +24,10 @@ import common
 from common import UserError
 
 # isort: split
-import edit
 from lab.rows import compared, nearest, swapped
 from sample import Chat, Sampling
 from text.tokenizer import encode, typed
+from training import edits
 from training.decoding import chats, load_to_decode
 
 HOST = "127.0.0.1"
@@ -55,11 +55,11 @@ class Page(ThreadingHTTPServer):
         layers = [layer for layer, block in enumerate(self.model.blocks) if block.row_width]
         self.chats = chats(self.checkpoint)
         example = {"source": "Spain", "target": "Germany", "write": "Lisbon."}
-        if edit.has_own_text(self.checkpoint):
+        if edits.has_own_text(self.checkpoint):
             example = {}
         self.about = {"ckpt": ckpt, "layers": layers, "chats": self.chats, "example": example}
         self.facts = [("", self.model.tables)]  # each with the tables that have it
-        self.earlier = edit.written_facts(self.checkpoint, self.model)
+        self.earlier = edits.written_facts(self.checkpoint, self.model)
         self.talk: Chat | None = None
         self.busy = threading.Lock()
         self.stop = threading.Event()
@@ -94,18 +94,18 @@ class Page(ThreadingHTTPServer):
     def change(self, texts: dict[str, str], tables: list[int]) -> Iterator[dict]:
         """What the model writes before and after an edit: a name reads another's rows in some
         tables, or a fact is written, which stays if the model says it then."""
-        edit.check_editable(self.model)
-        wanted = edit.Edit(chat=self.chats, **texts)
-        edit.fill_in(wanted, self.encoding, self.checkpoint)
-        located, after = edit.new_rows(self.model, self.encoding, wanted, self.earlier)
+        edits.check_editable(self.model)
+        wanted = edits.Edit(chat=self.chats, **texts)
+        edits.fill_in(wanted, self.encoding, self.checkpoint)
+        located, after = edits.new_rows(self.model, self.encoding, wanted, self.earlier)
         if wanted.target:
             extra = swapped(after.tables, located.prompt, after.ids, tables)
-            after = edit.State(extra, extra.ids)
+            after = edits.State(extra, extra.ids)
         texts = compared(self.model, self.encoding, wanted, located, after)
         yield {"prompt": wanted.prompt, **texts}
         if wanted.target:
             return
-        if not edit.is_written(self.model, located):
+        if not edits.is_written(self.model, located):
             raise UserError("not learned, and not kept: new words are beyond a name's rows")
         self.facts.append((f"{wanted.source}: {wanted.write}", after.tables))
         self.earlier.append((located.prompt, located.answer))
@@ -119,7 +119,7 @@ class Page(ThreadingHTTPServer):
 
     def rows(self, prompt: str, table: int) -> Iterator[dict]:
         """The tokens of a prompt with their neighbors in a table."""
-        edit.check_editable(self.model)
+        edits.check_editable(self.model)
         ids = encode(self.encoding, typed(self.encoding, prompt))
         yield {"rows": nearest(self.model.tables, self.encoding, ids, table)}
 
