@@ -219,8 +219,7 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
     with torch.device("meta"):  # nothing is allocated before all shapes are right
         model = Decoder(config)
     check_weights(folder, weights, named_weights(model))
-    empty = {name: torch.empty_like(w, device="cpu") for name, w in model.state_dict().items()}
-    model.load_state_dict(empty, assign=True)
+    model.to_empty(device="cpu")
     for name, weight in named_weights(model).items():
         weight.copy_(weights[name])
         if not weight.isfinite().all():

@@ -181,10 +181,8 @@ def dense_to_stem(
         raise UserError(f"{path} is of --ffn {ffn}: only dense can be converted")
     model = Decoder(replace(dense.config, ffn="stem", stem_layers=stem_layers), tables)
     weights = {**model.state_dict(), **dense.state_dict()}  # the rows are new, all else is not
-    up = {}  # the up-projections that the rows replace, by layer
-    for layer, block in enumerate(model.blocks):
-        if block.row_width:
-            up[layer] = weights.pop(f"blocks.{layer}.ffn.up.weight")
+    # The up-projections that the rows replace, by layer.
+    up = {layer: weights.pop(f"blocks.{layer}.ffn.up.weight") for layer in model.config.row_layers}
     model.load_state_dict(weights)
     if n_token:
         data_dir = data_dir or checkpoint["args"].get("data_dir")
