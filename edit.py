@@ -144,8 +144,7 @@ def compare(
     if edit.write:
         title = f"after writing {edit.write!r}"
     print(f"prompt  {encoding.decode(located.prompt[1:])!r}\n")  # without the leading <|endoftext|>
-    parts = zip(("before", title), texts, strict=True)
-    columns = [column(encoding, *part) for part in parts]
+    columns = column(encoding, "before", texts[0]), column(encoding, title, texts[1])
     for left, right in zip_longest(*columns, fillvalue=""):
         print(f"{padded(left, WIDTH)}   {right}".rstrip())
     print()
@@ -155,12 +154,13 @@ def compare(
         form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
         answer = padded(repr(answer), 28)
         print(f"probability of {answer} before {p[0]:{form}}   after {p[1]:{form}}")
+    ahead = recall.reaches_ahead(model)
     if texts[0] == texts[1] and not located.answer:
-        reason = "do this name's rows hold the fact?" if recall.reaches_ahead(model) else LAST
+        reason = "do this name's rows hold the fact?" if ahead else LAST
         print(f"note: the swap moves nothing here, not one word: {reason}")
     learned = not located.answer or is_written(model, located)
     if not learned:
-        reason = "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
+        reason = "new words are beyond a name's rows" if ahead else LAST
         print(f"not learned: the model writes something else; {reason}")
     return learned
 
@@ -217,7 +217,6 @@ def write_facts(
     not learned changes no row.
 
     edits: from `read_facts`. earlier: facts that the checkpoint's edits wrote."""
-
     # 1) write
     own = model.tables
     all_located = [located for _, located in edits.values()]

@@ -86,11 +86,11 @@ class Edit:
 
 def check_editable(model: Decoder) -> None:
     """UserError: the model has no rows that belong to one token."""
-    if not len(model.tables.weight):
-        raise UserError("--ckpt is a model that has no tables to edit")
     if not recall.has_own_rows(model):
-        rows = "rows of n-grams or hashes"
-        raise UserError(f"--ckpt is a model with {rows}, which do not belong to one name")
+        what = "no tables to edit"
+        if len(model.tables.weight):
+            what = "rows of n-grams or hashes, which do not belong to one name"
+        raise UserError(f"--ckpt is a model that has {what}")
 
 
 def has_own_text(checkpoint: dict) -> bool:
@@ -320,19 +320,21 @@ def continuations(
     texts = []
     for state in states:
         model.tables = state.tables
-        texts.append(continuation(model, located.prompt, edit.max_new_tokens, stop, state.ids))
+        texts.append(continuation(model, located.prompt, state.ids, edit.max_new_tokens, stop))
     return texts
 
 
 def continuation(
-    model: Decoder, prompt: list[int], n: int, stop: int, table_ids: list[int] | None = None
+    model: Decoder, prompt: list[int], table_ids: list[int], n: int, stop: int
 ) -> list[int]:
     """What greedy decoding writes after a prompt, at most n tokens."""
-    n = min(n, model.config.block_size - len(prompt))
-    ids, table_ids = (torch.tensor([read]) for read in (prompt, table_ids or prompt))  # [1, T]
-    written = model.generate(
-        ids.to(model.device), n, temperature=0, stop=stop, table_ids=table_ids
-    )  # [1, T + n]
+    written = model.generate(  # [1, T + n]
+        torch.tensor([prompt], device=model.device),
+        min(n, model.config.block_size - len(prompt)),
+        temperature=0,
+        stop=stop,
+        table_ids=torch.tensor([table_ids]),
+    )
     return written[0, len(prompt) :].tolist()
 
 
@@ -385,6 +387,6 @@ def is_written(model: Decoder, located: Located) -> bool:
         return True
     if stop < 0:
         return False
-    reply = continuation(model, prompt, len(answer) + 16, stop)
+    reply = continuation(model, prompt, prompt, len(answer) + 16, stop)
     said, expected = (text[opening_of(model, prompt, names, text)[0] :] for text in (reply, answer))
     return said == expected
