@@ -31,9 +31,9 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import UserError, make_parser, run
-from convert import read_model
 from model import Decoder, ModelConfig
 from tables.tables import Tables
+from training.huggingface import read_model
 
 B, T, PROMPT = 3, 24, 9  # of T tokens, decoding reads PROMPT at once, then one by one
 # One shape, in three languages.

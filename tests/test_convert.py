@@ -29,6 +29,7 @@ from text.huggingface import (
     split,
     write_tokenizer,
 )
+from training import huggingface
 from training.checkpoints import load_checkpoint, load_model
 from training.dense_to_stem import read_text
 
@@ -64,7 +65,7 @@ HIDDEN = [byte for byte in range(256) if byte not in VISIBLE]
 LETTER = {b: chr(b) for b in VISIBLE} | {b: chr(256 + i) for i, b in enumerate(HIDDEN)}
 MERGES = ["l l", "h e", "he ll", "hell o", "Ġ hello", "Ċ Ċ", "1 2", "b c", "a bc"]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-SIZES = [name for name in convert.SIZES.values() if name != "max_position_embeddings"]
+SIZES = [name for name in huggingface.SIZES.values() if name != "max_position_embeddings"]
 LLAMA3 = split(
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -112,7 +113,7 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
         shape.rope_scaling = [8.0, 1.0, 4.0, 32.0]
     model = Decoder(shape)
     for weight in model.parameters():
-        rounded = convert.DTYPES.get(dtype, torch.float32)
+        rounded = huggingface.DTYPES.get(dtype, torch.float32)
         weight.data = (torch.randn(weight.shape) * 0.3).to(rounded).float()
     ours = {name: weight.detach() for name, weight in model.named_parameters()}
     weights = named(ours, shape, HUGGING_FACE)
@@ -137,7 +138,7 @@ def write_safetensors(path, dtype, weights, names) -> None:
     header, numbers = {"__metadata__": {"format": "pt"}}, b""
     for name in names:
         start = len(numbers)
-        weight = weights[name].to(convert.DTYPES[dtype])
+        weight = weights[name].to(huggingface.DTYPES[dtype])
         numbers += weight.view(torch.uint8).numpy().tobytes()
         header[name] = {
             "dtype": dtype,
@@ -540,7 +541,14 @@ def assert_same_model(path, folder):
     assert len({tokenizer.fingerprint(encoding) for encoding in words}) == 1
     first, second = (chat.render(encoding, [says("user", "Who?")]) for encoding in words)
     assert first == second
-    for name in (*convert.SIZES, "attention", "tie_head", "norm_eps", "rope_base", "rope_scaling"):
+    for name in (
+        *huggingface.SIZES,
+        "attention",
+        "tie_head",
+        "norm_eps",
+        "rope_base",
+        "rope_scaling",
+    ):
         assert getattr(before["config"], name) == getattr(after["config"], name), name
 
 

@@ -37,7 +37,7 @@ from common import UserError, locked
 from lab import runs
 from tables.tables import Tables
 from text.huggingface import GPT2, read_tokenizer
-from training import checkpoints, folders
+from training import checkpoints, folders, huggingface
 from training.batches import Data
 from training.checkpoints import (
     load_checkpoint,
@@ -498,7 +498,7 @@ def change(rng: random.Random, tree):
 def llama(trained, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("hf") / "llama"
     command("convert.py", trained["dense"] / "ckpt.pt", "--export", folder)
-    scaled = {"rope_type": "llama3", **dict.fromkeys(convert.LLAMA3_ROPE, 8.0)}
+    scaled = {"rope_type": "llama3", **dict.fromkeys(huggingface.LLAMA3_ROPE, 8.0)}
     change_json(folder / "config.json", rope_scaling={**scaled, "high_freq_factor": 9.0})
     # A pattern that is known is not tried on all characters each time.
     change_json(folder / "tokenizer.json", pre_tokenizer=GPT2)
