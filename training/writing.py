@@ -57,15 +57,17 @@ def train_rows(
     assert {*name} <= {*prompt}, f"prompt {prompt} has no {name}: with a space, names are other ids"
     model.eval().requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
-    tables = model.tables
-    model.tables = ExtraRows(tables, rows_of(tables, own))
     texts = texts_about(model, beginnings, stop)
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
-    write_fact(model, facts, [name, *spellings], texts, own, stop)
-    rows = model.tables.extra.detach()
-    model.tables = tables
+    tables = model.tables
+    model.tables = ExtraRows(tables, rows_of(tables, own))
+    try:
+        write_fact(model, facts, [name, *spellings], texts, own, stop)
+        rows = model.tables.extra.detach()
+    finally:  # also where it is interrupted, as in a notebook
+        model.tables = tables
     return dict(zip(own, rows, strict=True))
 
 
