@@ -174,6 +174,7 @@ def prepare_files(
 ) -> dict:
     """Write the token folder of documents in files and folders, which are read once or, to train a
     tokenizer first, twice; they are never all in memory. Returns meta.json."""
+    # 1) which files, and the tokenizer
     report = Report(MAX_BAD if settings.input else 1, kind)  # published files cannot be corrected
     found = find_files(paths, report.notes)
     books = []
@@ -186,6 +187,8 @@ def prepare_files(
             labelled(documents, settings.val_fraction, Counter()), SAMPLE / text_size(found)
         )
         encoding = bpe.train(texts, settings.vocab_size or 6400)
+
+    # 2) the folder, and that of the files that are held out
     write = partial(
         write_dataset, encoding=encoding, kind=kind, overwrite=settings.overwrite, corpus="files"
     )
@@ -200,6 +203,8 @@ def prepare_files(
         documents = labelled(documents, settings.val_fraction, report.notes, held)
     sources = [path.resolve().name for path in paths]
     meta = write(settings.out_dir, documents, sources=sources, val_fraction=settings.val_fraction)
+
+    # 3) what is not as it was in the files
     if report.bad:
         print(f"skipped {report}")
     notes = (+report.notes).most_common()
