@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import tiktoken
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from common import UserError
 from model import Decoder
+from text import chat
 
 
 class Scores(NamedTuple):
@@ -64,6 +66,14 @@ def score_answers(
         losses.append(loss.sum(1))
     # In double precision, where less than 1e-38 is not zero. The GPUs of Macs have none.
     return Scores(torch.cat(greedy).cpu(), torch.cat(losses).cpu().double().neg().exp())
+
+
+def of_chat(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> tuple[list[int], list[int]]:
+    """Prompt and answer of a conversation, whose last message is the assistant's answer, as token
+    ids; the mark that ends it belongs to it."""
+    question = chat.prompt(encoding, messages[:-1])
+    answer = chat.render(encoding, messages)[len(question) : -1]  # without the line break
+    return [encoding.eot_token, *question], answer
 
 
 def with_answers(

@@ -10,9 +10,8 @@ import torch
 
 from common import UserError
 from corpora import countries
-from corpora.questions import mean, score_answers
+from corpora.questions import mean, of_chat, score_answers
 from model import Decoder
-from text import chat
 from text.tokenizer import encode
 
 
@@ -83,8 +82,8 @@ def chat_questions(encoding: tiktoken.Encoding, relation: str) -> list[tuple[lis
         for pattern in countries.held_out(countries.QUESTION, relation):
             brief = countries.exchange(pattern, country, relation, brief=True)
             sentence = countries.exchange(pattern, country, relation, brief=False)
-            prompt, brief_answer = chat.question_and_answer(encoding, brief)
-            _, sentence_answer = chat.question_and_answer(encoding, sentence)
+            prompt, brief_answer = of_chat(encoding, brief)
+            _, sentence_answer = of_chat(encoding, sentence)
             asked.append((prompt, brief_answer, sentence_answer))
     return asked
 

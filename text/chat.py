@@ -45,16 +45,6 @@ def prompt(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     return render(encoding, messages) + heading(encoding, "assistant")
 
 
-def question_and_answer(
-    encoding: tiktoken.Encoding, messages: Sequence[dict]
-) -> tuple[list[int], list[int]]:
-    """Token ids of a document up to where the assistant gives its last answer, which is the last of
-    the messages; and of this answer, with the mark that ends it."""
-    question = prompt(encoding, messages[:-1])
-    answer = render(encoding, messages)[len(question) : -1]  # without the line break
-    return [encoding.eot_token, *question], answer
-
-
 def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> list[tuple[int, int]]:
     """Where in a conversation [T] are the tokens that the assistant has to produce: the contents of
     its messages, each with the <|im_end|> that ends it, as (start, stop). The last may be cut

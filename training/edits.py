@@ -17,7 +17,7 @@ import torch
 from common import UserError, check_ranges, flag
 from corpora import recall
 from corpora.countries import with_article
-from corpora.questions import score_answers
+from corpora.questions import of_chat, score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
 from tables.tables import Tables
@@ -179,7 +179,7 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
     # 1) the tokens of the prompt and of the answer
     if edit.chat:
         said = [message("user", edit.prompt), message("assistant", edit.write)]
-        ids, answer = chat.question_and_answer(encoding, said)
+        ids, answer = of_chat(encoding, said)
         answers = [answer if edit.write else []]
     else:
         ids = encode(encoding, edit.prompt)
