@@ -13,6 +13,7 @@ from naive import LAYERS, SIZES, decoder, tokens
 
 from common import UserError
 from model import Decoder, ModelConfig, decoder_class, relatives
+from relatives import linear
 from training.decoding import cast_backbone
 from training.objectives import NextToken
 from training.optimizer import Optimizer
@@ -39,11 +40,18 @@ def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # angles are float32
 
 
-def test_with_a_cache_logits_are_those_of_the_whole_text(model):
-    ids = tokens(2, 29)
+def test_with_a_cache_logits_are_those_of_the_whole_text(model, monkeypatch):
+    """Also under an edit, and in a cache that begins again."""
+    monkeypatch.setattr(linear, "CHUNK", 4)
+    ids, table_ids = tokens(2, 2, 29)
     cache = model.make_cache(2)
-    parts = [model(part, cache=cache)[0] for part in ids.split([3, 1, 1, 9, 1, 14], dim=1)]
-    assert_close(torch.cat(parts, dim=1), model(ids)[0])
+    for _ in range(2):
+        cache.length = 0
+        made = []
+        steps = (each.split([3, 1, 1, 9, 1, 14], dim=1) for each in (ids, table_ids))
+        for part, under in zip(*steps, strict=True):
+            made.append(model(part, table_ids=under, cache=cache)[0])
+        assert_close(torch.cat(made, dim=1), model(ids, table_ids=table_ids)[0])
 
 
 def test_logits_depend_on_no_later_token_and_on_no_other_text(model):

@@ -44,7 +44,7 @@ from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
-from training.records import read_run
+from training.records import Meter, read_run
 from training.report import format_figures, model_sizes
 from training.settings import PRESETS, STAGES, Settings
 
@@ -64,11 +64,12 @@ def test_a_run_leaves_what_it_promises(trained):
 # --- going on ---
 
 
-def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path):
+def test_interrupted_and_resumed_equals_uninterrupted(data, tmp_path, monkeypatch):
     """Other settings: test_place.py."""
+    monkeypatch.setattr(Meter, "READ_EVERY", 1)  # steps are logged that are made again
     more = dict(table_optimizer="adamw", dtype="float16")
     small_run(data, tmp_path / "whole", **more)
-    cut = interrupted(data, tmp_path / "cut", 11, **more)
+    cut = interrupted(data, tmp_path / "cut", 9, **more)
     assert checkpoint(cut)["step"] == 6
     shutil.copytree(data, tmp_path / "moved")  # which data may be
     resume(cut, data_dir=str(tmp_path / "moved"))
@@ -199,7 +200,8 @@ def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     assert {str(path) for path in contents(out)} == FILES
 
 
-def test_a_run_is_replaced_once_another_one_has_been_evaluated(out, data, validated):
+def test_a_run_is_replaced_once_another_one_has_been_evaluated(trained, data, tmp_path, validated):
+    out = shutil.copytree(trained["stem"], tmp_path / "out")
     before = contents(out)
     validated(math.nan, 9.0)
     with pytest.raises(UserError, match="init_std"):
