@@ -125,11 +125,12 @@ def test_loss_in_chunks_and_its_gradients_equal_cross_entropy_of_logits(monkeypa
     model = decoder(ffn="dense")
     ids, targets = tokens(2, 2, 15)
     targets[:, ::5] = torch.tensor([[-1], [-100]])  # any below 0 is none: ours, and PyTorch's
-    logits, _ = model(ids)
+    logits, no_loss = model(ids)
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        _, loss = model(ids, targets)
+        nothing, loss = model(ids, targets)
     assert any(t.shape[-1:] == (23,) for t in saved) == kept
+    assert nothing is None and no_loss is None
     targets = targets.clamp(min=-1)
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
     torch.testing.assert_close(loss, plain)
