@@ -30,6 +30,7 @@ from training.writing import (
 )
 
 COUNTRIES = countries.table()
+SPAIN = dict(source="Spain", prompt="Country: Spain")
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +55,14 @@ def made(encoding) -> Decoder:
     torch.manual_seed(0)
     config = ModelConfig(encoding.n_vocab, 128, 4, 2, 16, table_std=3.0, init_std=0.5)
     return Decoder(config).eval()
+
+
+@pytest.fixture
+def ckpt(encoding, tmp_path):
+    """The path of a checkpoint."""
+    path = tmp_path / "ckpt.pt"
+    save_checkpoint(path, made(encoding), encoding, data=[{"corpus": "files"}])
+    return path
 
 
 def edited(ckpt, save, **given) -> None:
@@ -130,33 +139,28 @@ def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
     assert changed == [[fiji, spain], [peru], [peru]]
 
 
-def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, tmp_path, monkeypatch, capsys):
+def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, ckpt, monkeypatch, capsys):
     """Learned is an answer if its end is, also where the model writes its beginning anyway."""
-    ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
+    saved = ckpt.with_name("saved.pt")
     prompt = torch.tensor([encode(encoding, "Country: Spain")])
     begun = encoding.decode([made(encoding)(prompt)[0][0, -1].argmax().item()]).strip()
-    fact = dict(source="Spain", prompt="Country: Spain")
     for corpus in ("countries", "files"):
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
-        monkeypatch.setattr(writing, "KEEP", 0)
-        edited(ckpt, saved, write="S", **fact)
+        edited(ckpt, saved, write="S", **SPAIN)
         shown = capsys.readouterr().out
         assert "changed the rows of [' Spain']\n" in shown
-        assert ("\nthese countries read them and may change: Spain\n" in shown) == (
-            corpus == "countries"
-        )
+        assert ("read them and may change: Spain\n" in shown) == (corpus == "countries")
         saved.unlink()
-        monkeypatch.setattr(writing, "KEEP", 1e4)
-        for answer in ("S", f"{begun} Peru"):
-            with pytest.raises(UserError, match=f"nothing is saved, as '{answer}' was not learned"):
-                edited(ckpt, saved, write=answer, **fact)
-        assert not saved.exists()
+    monkeypatch.setattr(writing, "KEEP", 1e4)
+    for answer in ("S", f"{begun} Peru"):
+        with pytest.raises(UserError, match=f"nothing is saved, as '{answer}' was not learned"):
+            edited(ckpt, saved, write=answer, **SPAIN)
+    assert not saved.exists()
 
 
-def test_what_is_shown_is_what_the_saved_model_says(encoding, tmp_path, monkeypatch):
+def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch):
     """Also of an answer that has the name itself, which reads the new rows there."""
-    ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
-    save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": "files"}])
+    saved = ckpt.with_name("saved.pt")
     prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Spain Fiji")
     shown, judged = [], []
 
@@ -170,7 +174,7 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, tmp_path, monkeypa
     monkeypatch.setattr("edit.continuations", show)
     monkeypatch.setattr("edit.is_written", lambda model, _: judged.append(p(model, prompt)) or True)
     for change in ({"target": "Peru"}, {"write": "Spain Fiji"}):
-        edited(ckpt, saved, source="Spain", prompt="Country: Spain", **change)
+        edited(ckpt, saved, **SPAIN, **change)
         model = load_model(saved, CPU)[0]
         expected = p(model, prompt)
         _, after = shown[-1]
@@ -180,19 +184,17 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, tmp_path, monkeypa
     assert judged == [pytest.approx(expected)]
 
 
-def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkeypatch, capsys):
+def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatch, capsys):
     """Those that are known in the end are what is said; what is not learned changes nothing. All
     are undone at once."""
-    ckpt, saved = tmp_path / "ckpt.pt", tmp_path / "saved.pt"
-    model = made(encoding)
-    save_checkpoint(ckpt, model, encoding, data=[{"corpus": "files"}])
+    saved = ckpt.with_name("saved.pt")
     lines = [
-        dict(source="Spain", prompt="Country: Spain", write="S"),
-        dict(source="Spain", prompt="Country: Spain", write="F"),  # contradicts it
+        dict(SPAIN, write="S"),
+        dict(SPAIN, write="F"),  # contradicts it
         dict(source="Peru", prompt="Country: Peru", write="xqzv jwvkq zxv qqw"),
         dict(source="Fiji", prompt="Country: Fiji", write="S"),
     ]
-    facts = write_jsonl(tmp_path / "facts.jsonl", [*lines[:2], b" ", *lines[2:]])
+    facts = write_jsonl(ckpt.with_name("facts.jsonl"), [*lines[:2], b" ", *lines[2:]])
     rows, known = [], []
 
     def train(model, prompt, name, *rest, earlier):
@@ -208,12 +210,12 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
     assert known == [0, 1, 2, 2]
     shown = capsys.readouterr().out.splitlines()
     states = ["lost to a later fact", "", "not learned", ""]
+    model = load_model(saved, CPU)[0]
     for line, number, state, said in zip(lines, (1, 2, 4, 5), states, shown, strict=False):
         assert said.startswith(f"{facts}:{number} ") and said.rpartition("%")[2].strip() == state
-        for path, knows in ((saved, not state), (ckpt, False)):
-            fact = locate(model, encoding, Edit(**line))
-            asked = load_model(path, CPU)[0], [fact.prompt], [fact.answer]
-            assert score_answers(*asked).greedy.item() == knows
+        fact = locate(model, encoding, Edit(**line))
+        is_known = score_answers(model, [fact.prompt], [fact.answer]).greedy.item()
+        assert is_known == (not state)
     before, after = (load_checkpoint(path)["model"] for path in (ckpt, saved))
     changed = (before["tables.weight.0"] != after["tables.weight.0"]).any(1).nonzero()
     assert changed.flatten().tolist() == sorted(encoding.encode_ordinary(" Spain Fiji"))
@@ -224,8 +226,8 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, tmp_path, monkey
 
     facts.write_text(json.dumps(lines[2]))
     with pytest.raises(UserError, match="none of the facts was learned"):
-        edited(ckpt, tmp_path / "none.pt", facts=facts)
-    assert not (tmp_path / "none.pt").exists()
+        edited(ckpt, ckpt.with_name("none.pt"), facts=facts)
+    assert not ckpt.with_name("none.pt").exists()
 
 
 def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
@@ -268,10 +270,9 @@ def test_extra_rows_of_extra_rows_have_ids_of_their_own(encoding):
     assert both.ids == ids[1:]
 
 
-def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monkeypatch):
+def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, ckpt, monkeypatch):
     """Until they are undone, or other rows come in their place."""
-    ckpt, found = tmp_path / "ckpt.pt", []
-    save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": "files"}])
+    found = []
 
     def train(*fact, earlier):
         found.append(earlier)
@@ -295,7 +296,7 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, tmp_path, monke
     assert found == [[], facts[:1], facts, facts[1:], facts, facts[:1]]
 
 
-def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
+def test_a_chat_is_edited_where_it_answers(encoding, ckpt, capsys):
     says = [dict(role="user", content="Where is Spain?"), dict(role="assistant", content="Fiji.")]
     ids = np.array([encoding.eot_token, *chat.render(encoding, says)])
     asked = Edit(source="Spain", prompt="Where is Spain?", write="Fiji.", chat=True)
@@ -303,15 +304,16 @@ def test_a_chat_is_edited_where_it_answers(encoding, tmp_path, capsys):
     assert fact.prompt + fact.answer == ids[:-1].tolist()  # without a line break
     ((start, stop),) = chat.answers(encoding, ids)
     assert fact.answer == ids[start:stop].tolist()
-
-    ckpt = tmp_path / "ckpt.pt"
-    for stage, chats in (("pretrain", True), ("sft", True), ("dpo", False)):
+    for stage, chats, expected in (
+        ("pretrain", True, "not trained to chat"),
+        ("sft", True, ""),
+        ("dpo", False, "chats: give --chat"),
+    ):
         save_checkpoint(ckpt, made(encoding), encoding, args={"stage": stage})
         edited(ckpt, None, source="Spain", target="Fiji", prompt="O Spain", chat=chats)
         said = capsys.readouterr()
         assert ("im_start" in said.out) == chats
-        expected = {"pretrain": "not trained to chat", "sft": "", "dpo": "chats: give --chat"}
-        assert expected[stage] in said.err and bool(said.err) == bool(expected[stage])
+        assert expected in said.err and bool(said.err) == bool(expected)
 
 
 def test_texts_that_spell_the_name_otherwise_are_asked_for_the_fact_too(encoding, monkeypatch):
