@@ -283,11 +283,11 @@ def naive_logits(config, w, ids, table_ids, documents):
 
 
 @torch.no_grad()
-def naive_greedy(model, ids, n, table_ids=None):
+def naive_greedy(model, ids, n, table_ids):
     """Without a cache; a context that has outgrown block_size is cut to its last half."""
     size = model.config.block_size
     context = ids[:, -size:]
-    read = context if table_ids is None else table_ids
+    read = table_ids[:, -size:]
     for _ in range(n):
         if context.shape[1] > size:
             context = context[:, -(size // 2) :]

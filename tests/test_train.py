@@ -267,13 +267,11 @@ def test_layers_compute_in_the_precision_of_dtype_and_32_bits_need_no_autocast(d
 
 def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
     model = decoder().train()
-    optimizer = Optimizer(model, Settings(model=model.config, max_iters=9), "float16")
+    optimizer = Optimizer(model, Settings(model=model.config), "float16")
     objective = NextToken(model, "float16")
     states = []
-    for overflows in (False, True, False):
-        loss = objective(*tokens(2, 2, 24))
-        if overflows:
-            loss = loss * torch.inf
+    for factor in (1.0, torch.inf, 1.0):
+        loss = factor * objective(*tokens(2, 2, 24))
         optimizer.scaler.scale(loss).backward()
         optimizer.step(fraction=1.0)
         state = {**optimizer.state_dict(), "scaler": None, "model": dict(model.state_dict())}
