@@ -103,11 +103,9 @@ def test_what_the_decoder_cannot_take_is_an_error():
         (lambda: model.generate(ids, 2, top_p=math.nan), "top_p=nan"),
         (lambda: model.generate(ids, 2, cache="KV"), "cache='KV'"),
     ]
-    for other in (ids[:, :1], ids[:1]):
-        uses = [partial(model.generate, ids, 2, table_ids=other)]
-        for name in ("targets", "table_ids", "documents"):
-            uses.append(partial(model, ids, **{name: other}))
-        wrongs += [(use, "not of the shape of ids") for use in uses]
+    for name in ("targets", "table_ids", "documents"):
+        for other in (ids[:, :1], ids[:1]):
+            wrongs.append((partial(model, ids, **{name: other}), "not of the shape of ids"))
     for use, said in wrongs:
         with pytest.raises(AssertionError, match=said):
             use()
@@ -257,9 +255,8 @@ def test_sample_draws_from_what_is_kept(limits, kept):
     found = drawn.bincount(minlength=5) / 20_000
     assert torch.equal(found > 0, expected > 0)
     torch.testing.assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
-    for wrong in (torch.nan, torch.inf):
-        with pytest.raises(RuntimeError, match="nan"):
-            sample(torch.tensor([[0.0, 1.0, wrong]]), **{**limits, "temperature": 1.0})
+    with pytest.raises(RuntimeError, match="nan"):
+        sample(torch.tensor([[0.0, 1.0, torch.inf]]), **{**limits, "temperature": 1.0})
 
 
 @pytest.mark.parametrize("ffn", ["stem", "embformer"])

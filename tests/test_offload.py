@@ -35,13 +35,6 @@ CHUNK = 13 * L * W * 8  # bytes: transfers of a few tokens, so that one takes se
 FEW = 3 * L * W * 4  # bytes
 
 
-class RealGpu:
-    device = torch.device("cuda")
-
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
-
 has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
@@ -55,7 +48,7 @@ def three_are_few(monkeypatch):
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=[pytest.mark.gpu, has_gpu])])
 def gpu(request):
     if request.param == "cuda":
-        yield RealGpu()
+        yield SimpleNamespace(device=torch.device("cuda"), synchronize=torch.cuda.synchronize)
     else:
         with SimulatedGpu() as simulated:
             yield simulated

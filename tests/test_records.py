@@ -73,6 +73,7 @@ def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table_and_no_gap_in_a
 
 
 def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
+    """But one that repeats a seed is no further sample."""
     folders = []
     for number, loss in enumerate((6.0, 7.0, 9.5)):
         run = {**RUN, "args": {**ARGS, "seed": number, "out_dir": f"out/stem-{number}"}}
@@ -80,18 +81,13 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
         folders.append(made(tmp_path / f"stem-{number}", lines))
     run = {**RUN, "args": {**ARGS, "ffn": "dense"}}
     folders.insert(1, made(tmp_path / "other", [run, *RECORDS[1:]]))
-    _, _, stem, dense = table(folders).splitlines()
+    folders.append(made(tmp_path / "again", lines))
+    _, _, stem, dense, again = table(folders).splitlines()
     assert stem.startswith("| stem-0 | 3 | ")
     assert " | 7.500 ± 4.479 | " in stem  # 4.303 sqrt((1.5² + 0.5² + 2²) / 2 / 3)
+    assert again.startswith("| again |  | stem")
     assert dense.startswith("| other |  | dense | 0.006 | 2 | 2.50 | 6.500 | 1.500 | 25.0%")
     draw(grouped(folders), tmp_path / "x.png")
-
-
-def test_a_run_that_repeats_a_seed_is_no_second_sample(tmp_path):
-    run = {**RUN, "args": {**ARGS, "seed": 1}}
-    folders = [made(tmp_path / name, [run, *RECORDS[1:]]) for name in ("out", "again")]
-    _, _, first, second = table(folders).splitlines()
-    assert first.startswith("| out | stem") and second.startswith("| again | stem")
 
 
 def test_a_run_that_diverged_has_no_loss_and_its_kind_no_interval(tmp_path):
