@@ -154,14 +154,13 @@ def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention, grow
     shape = dict(block_size=256, n_layer=1, n_embd=8)  # heads of one pair of channels
     model = decoder(ffn="embformer", attention=attention, **shape)
     most = []
-    for n in (64, 128, 256):
+    for n in (128, 256):
         ids = tokens(1, n)
         with Largest() as largest:
             _, loss = model(ids, ids, documents=documents_of(ids))
             loss.backward()
         most.append(largest.numbers)
     assert most[1] / most[0] == pytest.approx(growth, rel=0.1)
-    assert most[2] / most[1] == pytest.approx(growth, rel=0.1)
 
 
 def test_the_kernels_of_macs_get_what_they_read_rightly(monkeypatch):
