@@ -43,12 +43,9 @@ def encoding():
 @pytest.fixture(autouse=True)
 def brief(monkeypatch):
     """Facts are written in fewer and shorter steps, and at first nothing else is held."""
-    monkeypatch.setattr(writing, "KEEP", 0)
-    monkeypatch.setattr(writing, "N_TEXT", 8)
-    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
-    monkeypatch.setattr(writing, "STEPS", 10)
-    monkeypatch.setattr(writing, "RATE", 0.2)
-    monkeypatch.setattr(writing, "N_OTHER", 4)
+    brief = dict(KEEP=0, N_TEXT=8, TEXT_TOKENS=8, STEPS=10, RATE=0.2, N_OTHER=4)
+    for name, value in brief.items():
+        monkeypatch.setattr(writing, name, value)
 
 
 def made(encoding) -> Decoder:

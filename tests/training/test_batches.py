@@ -171,6 +171,7 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     assert (lengths == 0).sum() == 3  # the special tokens
 
     data = Data(f"{a}=3,{b}=1", "text", 10, seed=1, total=500)
+    assert isinstance(data.train, Mixture)
     assert data.weights == [0.75, 0.25]
     assert list(data.val) == [str(a), str(b)]
     alone = Data(str(a), "text", 10, seed=1, total=50)
