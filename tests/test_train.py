@@ -17,6 +17,7 @@ from conftest import (
     CPU,
     INHERITED,
     ROOT,
+    SHAPE,
     SMALL,
     PowerCut,
     assert_same,
@@ -38,6 +39,7 @@ from originals import gradients
 import train
 from common import UserError
 from model import Decoder, ModelConfig
+from text.dataset import read_meta
 from training.batches import Data
 from training.checkpoints import load_model
 from training.objectives import NextToken
@@ -422,9 +424,10 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
     given = f"--out_dir {out} --data_dir {data},{other}/ --eval_tokens 256"
     line = f"train.py --eval_only {given} --device_batch_size 3 --offload disk"
     last = read_run(out)["eval"][-1]
+    n = read_meta(data)["val"]["tokens"] // SHAPE["block_size"]
     for said, folder in zip(command(line).stdout.splitlines(), (data, other), strict=True):
         assert f"ckpt.pt on {folder}" in said and f"val loss {last['val_loss']:.5g}" in said
-        assert f"val loss per byte {last['val_loss_per_byte']:.5g} (8 of " in said
+        assert f"val loss per byte {last['val_loss_per_byte']:.5g} (8 of {n} held-out" in said
     assert contents(out) == before
 
 
@@ -461,10 +464,7 @@ def test_eval_only_reads_as_much_whatever_the_run_read_and_shorter_windows(data,
     text = Data(str(data), "text", 8, seed=0, total=0).val[str(data)]
     _, loss = model(*text.sequences(range(text.n_sequence)))
     line = f"train.py --eval_only --out_dir {out} --block_size"
-    said = command(line, 8).stdout
-    assert f"val loss {loss.item():.5g}," in said
-    n = text.n_sequence
-    assert f"({n} of {n} held-out windows of up to 8 tokens)" in said
+    assert f"val loss {loss.item():.5g}," in command(line, 8).stdout
     assert "reads 32 tokens at most" in refused(line, 33)
 
 
