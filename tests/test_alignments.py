@@ -1,6 +1,5 @@
 """Edits between names of unequal length: which rows each token of the source reads."""
 
-from functools import cache
 from itertools import permutations
 from types import SimpleNamespace
 
@@ -66,18 +65,6 @@ def test_a_space_that_is_its_own_token_keeps_its_rows(how):
         assert found[-n:] == expected
 
 
-@pytest.fixture(scope="module")
-def run(data, tmp_path_factory):
-    """The folder of a run with two tables, by their settings."""
-
-    @cache
-    def run(**settings):
-        folder = tmp_path_factory.mktemp("runs") / "a run"
-        return small_run(data, folder, max_iters=2, n_layer=3, **settings)
-
-    return run
-
-
 @pytest.mark.parametrize(
     ("settings", "how"),
     [
@@ -86,11 +73,11 @@ def run(data, tmp_path_factory):
         ({"offload": "disk"}, "copy"),
     ],
 )
-def test_rows_that_are_saved_are_those_of_the_target(run, tmp_path, settings, how, monkeypatch):
+def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, settings, how, monkeypatch):
     """None is rounded where the model decodes in bfloat16, and everyday words, here the first token
     of a longer name, keep their own."""
     monkeypatch.setattr("training.edits.own_tokens", lambda _, __, name: name[1:] or name)
-    out = run(**settings)
+    out = small_run(data, tmp_path / "a run", max_iters=2, n_layer=3, **settings)
     model, encoding, _ = load_model(out / "ckpt.pt", CPU)
     prompt = "Anna sees Björn"
     for source, target in (("Anna", "Björn at the river"), ("Anna sees", "x"), ("Anna", "x")):
