@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from conftest import Largest, add_relative, refused, small_run
 from naive import SIZES, decoder, naive_logits, tokens
+from torch.testing import assert_close
 
 from relatives import linear
 from training.decoding import norm_keys
@@ -76,11 +77,11 @@ def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n,
     expected = torch.stack(expected)
     logits, _ = model(ids, table_ids=table_ids, documents=documents if masked else None)
     close = dict(rtol=1e-4, atol=1e-4)  # angles are float32
-    torch.testing.assert_close(logits, expected, **close)
+    assert_close(logits, expected, **close)
     logits.sin().sum().backward()
     expected.sin().sum().backward()
     for name, weight in model.named_parameters():
-        torch.testing.assert_close(weight.grad, weights[name].grad, **close)
+        assert_close(weight.grad, weights[name].grad, **close)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_embformer_writes_the_same_from_ids_alone(attention, dtype):
     norm_keys(model)
     found.append(logits(nothing))
     close = 1e-5 if attention == "linear,full" else 0
-    torch.testing.assert_close(found, [expected] * 2, rtol=close, atol=close)
+    assert_close(found, [expected] * 2, rtol=close, atol=close)
     for kind in ("kv", "ids"):
         assert torch.equal(model.generate(ids, 25, cache=kind, **options), written)
     assert nothing.layers == [None] * 3

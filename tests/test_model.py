@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from naive import LAYERS, decoder, naive_greedy, tokens
 from torch._dynamo.utils import counters
+from torch.testing import assert_close
 
 from common import UserError
 from model import BUILT_IN, CHUNK, Decoder, ModelConfig, sample
@@ -131,11 +132,11 @@ def test_loss_in_chunks_and_its_gradients_equal_cross_entropy_of_logits(monkeypa
     assert nothing is None and no_loss is None
     targets = targets.clamp(min=-1)
     plain = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1)
-    torch.testing.assert_close(loss, plain)
+    assert_close(loss, plain)
     learned = [weight for weight in model.parameters() if weight.requires_grad]
     grads = torch.autograd.grad(3 * loss, learned)
     wanted = torch.autograd.grad(3 * plain, learned)
-    torch.testing.assert_close(grads, wanted, rtol=1e-5, atol=1e-6)
+    assert_close(grads, wanted, rtol=1e-5, atol=1e-6)
     with torch.no_grad():
         assert model(ids, targets)[1] == loss
         assert model(ids, targets.fill_(-1))[1].isnan()
@@ -153,7 +154,7 @@ def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch)
         loss = model.loss(x, targets)
     grad = torch.autograd.grad(loss, weight)[0]
     expected = torch.autograd.grad(F.cross_entropy(x @ weight.T, targets), weight)[0]
-    torch.testing.assert_close(grad, expected, rtol=1e-3, atol=1e-3)
+    assert_close(grad, expected, rtol=1e-3, atol=1e-3)
 
 
 # --- decoding ---
@@ -253,7 +254,7 @@ def test_sample_draws_from_what_is_kept(limits, kept):
     expected[kept] = p[kept] ** (1 / (limits.get("temperature") or 1.0))
     found = drawn.bincount(minlength=5) / 20_000
     assert torch.equal(found > 0, expected > 0)
-    torch.testing.assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
+    assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
     with pytest.raises(RuntimeError, match="nan"):
         sample(torch.tensor([[0.0, 1.0, torch.inf]]), **{**limits, "temperature": 1.0})
 
@@ -268,7 +269,7 @@ def test_compiled_blocks_take_changing_lengths_without_breaks_or_a_graph_for_eac
     for block in model.blocks:
         block.compile(backend="eager")
     for ids, expected in zip(batches, plain, strict=True):
-        torch.testing.assert_close(model(ids)[0], expected)
+        assert_close(model(ids)[0], expected)
     assert not counters["graph_break"]
     assert counters["stats"]["unique_graphs"] <= 4  # with and without rows; one length, any length
 
@@ -279,5 +280,5 @@ def test_what_stands_in_place_of_the_head_is_called():
     ids = tokens(2, 6)
     before, loss = model(ids)[0], model(ids, ids)[1]
     model.head.register_forward_hook(lambda head, args, logits: 2 * logits)
-    torch.testing.assert_close(model(ids)[0], 2 * before)
+    assert_close(model(ids)[0], 2 * before)
     assert model(ids, ids)[1] != loss

@@ -35,6 +35,7 @@ from conftest import (
 )
 from naive import decoder, tokens
 from originals import gradients
+from torch.testing import assert_close
 
 import train
 from common import UserError
@@ -350,9 +351,9 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
             for group in each.param_groups:
                 group.update(lr=0.1 * lr * group["rate"] * correction, eps=1e-8 * correction)
             each.step()
-        torch.testing.assert_close(optimizer.step(fraction=lr), norm)
+        assert_close(optimizer.step(fraction=lr), norm)
         mine = dict(model.named_parameters())
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+        assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_documents_are_masked_at_their_boundaries():
@@ -360,7 +361,7 @@ def test_documents_are_masked_at_their_boundaries():
     ids = torch.tensor([[0, 5, 6, 0, 8, 5]])
     documents = torch.tensor([[1, 1, 1, 2, 2, 2]])
     masked = NextToken(model, "float32", boundary=0)
-    torch.testing.assert_close(masked(ids, ids), model(ids, ids, documents=documents)[1])
+    assert_close(masked(ids, ids), model(ids, ids, documents=documents)[1])
 
 
 # --- flags and Python ---

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from naive import silu
 from torch import nn
+from torch.testing import assert_close
 
 from model import Decoder, ModelConfig
 from tables import rmsprop, watch
@@ -75,7 +76,7 @@ def test_gradients_equal_the_touched_rows_of_a_dense_gradient(n_part):
         assert ids.tolist() == [0, 1, 3, 7]  # distinct and sorted
         for grad, embedding in zip(grads, embeddings, strict=True):
             dense = torch.zeros(V, W).index_copy(0, ids, grad)
-            torch.testing.assert_close(dense, embedding.weight.grad)
+            assert_close(dense, embedding.weight.grad)
     assert all(weight.grad is None for weight in made.weight)  # nothing V x W was allocated
     made.zero_grad()
     with pytest.raises(AssertionError, match="no rows"):
@@ -122,7 +123,7 @@ def test_gradients_of_equal_tokens_are_summed_in_float32():
         row.bfloat16().backward(grad)
     _, grads = made.gradients()
     for summed in grads:
-        torch.testing.assert_close(summed[0], grad.float().sum((0, 1)), rtol=1e-4, atol=1e-3)
+        assert_close(summed[0], grad.float().sum((0, 1)), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("clears", ["optimizer", "model"])
@@ -323,7 +324,7 @@ def test_a_step_on_the_rows_that_were_read_is_the_step_on_whole_tables(state, be
             v.mul_(beta2).add_(square, alpha=1 - beta2)
             weight -= rate * g / ((v * correction).sqrt() + 1e-8)
     exact = dict(rtol=0.0, atol=0.0) if beta2 == 0.5 else {}  # its powers are
-    torch.testing.assert_close([weight.data for weight in made.weight], weights, **exact)
+    assert_close([weight.data for weight in made.weight], weights, **exact)
 
 
 @pytest.mark.parametrize("name", ["tables", "wte"])
@@ -458,7 +459,7 @@ def test_the_lines_for_nanogpt_make_it_stem():
     for block, weight in zip(model.transformer.h, model.tables.weight, strict=True):
         hidden = silu(x @ block.mlp.gate.weight.T) * weight[ids]
         x = x + hidden @ block.mlp.down.weight.T
-    torch.testing.assert_close(model(ids), x)
+    assert_close(model(ids), x)
 
     exec(code(added["# train.py: before the model is compiled"]), names)
     before = copy.deepcopy(model.tables)
