@@ -27,18 +27,15 @@ def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
 @pytest.mark.parametrize(
     ("text", "source", "target", "expected"),
     [  # letters stand for ids
-        ("abcd", "b", "x", "axcd"),
-        ("bcabc", "bc", "xy", "xyaxy"),
-        ("abcde", "bcd", "xy", "ayxye"),  # longer source: the target's rows repeat
-        ("abcd", "bc", "xyz", "ayzd"),  # longer target: its last rows
-        ("abcb", "bd", "xy", "abcb"),  # half a match is none
-        ("aba", "ab", "ba", "baa"),  # what is put in is not matched again
+        (b"abcd", b"b", b"x", b"axcd"),
+        (b"bcabc", b"bc", b"xy", b"xyaxy"),
+        (b"abcde", b"bcd", b"xy", b"ayxye"),  # longer source: the target's rows repeat
+        (b"abcd", b"bc", b"xyz", b"ayzd"),  # longer target: its last rows
+        (b"abcb", b"bd", b"xy", b"abcb"),  # half a match is none
+        (b"aba", b"ab", b"ba", b"baa"),  # what is put in is not matched again
     ],
 )
 def test_substitute_by_hand(text, source, target, expected):
-    def ids(letters: str) -> list[int]:
-        return [ord(letter) for letter in letters]
-
-    given = torch.tensor([ids(text), ids(text)])
-    assert substitute(given, ids(source), ids(target)).tolist() == [ids(expected)] * 2
-    assert given[0].tolist() == ids(text)  # the caller's stay
+    given = torch.tensor([[*text], [*text]])
+    assert substitute(given, [*source], [*target]).tolist() == [[*expected]] * 2
+    assert given[0].tolist() == [*text]  # the caller's stay
