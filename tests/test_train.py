@@ -430,19 +430,19 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
     assert contents(out) == before
 
 
-class Half(NextToken):
-    """Learns every other token."""
+class Mine(NextToken):
+    """It may leave tokens out."""
 
 
 def test_a_stage_of_ones_own_says_what_its_losses_are(trained, data, tmp_path, monkeypatch):
-    """Not of bytes, as it leaves some out; and not the one that --eval_only measures."""
-    stage = replace(STAGES["midtrain"], objective=Half)
-    monkeypatch.setitem(STAGES, "half", stage)
+    """Not of bytes, and not the one that --eval_only measures."""
+    stage = replace(STAGES["midtrain"], objective=Mine)
+    monkeypatch.setitem(STAGES, "mine", stage)
     out = tmp_path / "out"
-    small_run(data, out, stage="half", init_from=trained["stem"], max_iters=1, **INHERITED)
+    small_run(data, out, stage="mine", init_from=trained["stem"], max_iters=1, **INHERITED)
     assert "val_loss_per_byte" not in read_run(out)["eval"][-1]
     said = command(f"train.py --eval_only --out_dir {out} --data_dir {data}").stdout
-    assert "not of --stage half" in said and "val loss per byte" in said
+    assert "not of --stage mine" in said and "val loss per byte" in said
 
 
 def test_state_of_ones_own_that_no_command_could_read_is_not_written(data, tmp_path, monkeypatch):

@@ -161,12 +161,12 @@ def write_folder(path: Path, encoding, kind="text", documents=(TEXT,)) -> Path:
 
 def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     a, b = (write_folder(tmp_path / name, encoding) for name in "ab")
-    data = Data(str(a), "text", 10, seed=1, total=50)
-    assert data.weights == [1.0]
+    alone = Data(str(a), "text", 10, seed=1, total=50)
+    assert alone.weights == [1.0]
     ids = [encoding.eot_token, *encoding.encode_ordinary(TEXT)]
-    assert data.val[str(a)].sequences([0])[0].tolist() == [ids[:10]]
+    assert alone.val[str(a)].sequences([0])[0].tolist() == [ids[:10]]
     text = "Yes, no – Ωmega 漢字 maybe\n"
-    lengths = data.token_lengths
+    lengths = alone.token_lengths
     assert lengths[encoding.encode_ordinary(text)].sum() == len(text.encode())
     assert (lengths == 0).sum() == 3  # the special tokens
 
@@ -174,7 +174,6 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     assert isinstance(data.train, Mixture)
     assert data.weights == [0.75, 0.25]
     assert list(data.val) == [str(a), str(b)]
-    alone = Data(str(a), "text", 10, seed=1, total=50)
     assert data.n_sequence * 0.75 == pytest.approx(alone.n_sequence)  # then a is read again
 
 
