@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import naive
 import pytest
 import torch
+from conftest import command
 
-import sample
 from model import BUILT_IN, Decoder, LayerCache
 from training import captured
 from training.captured import CapturedSteps, capture_steps
@@ -128,8 +128,6 @@ def test_what_is_captured(ffn, settings, device, does, monkeypatch):
 
 def test_sample_captures(stem_ckpt, monkeypatch):
     models = []
-    monkeypatch.setattr(sample, "capture_steps", models.append)
-    line = f"sample.py --ckpt {stem_ckpt} --device cpu --max_new_tokens 2"
-    monkeypatch.setattr("sys.argv", line.split())
-    sample.main()
+    monkeypatch.setattr(captured, "capture_steps", models.append)
+    command("sample.py --max_new_tokens 2 --ckpt", stem_ckpt)
     assert len(models) == 1
