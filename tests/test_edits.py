@@ -165,7 +165,7 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch)
         shown.append(given[-1])
         return continuations(*given)
 
-    def p(model: Decoder, ids: list[int]) -> float:
+    def p(model, ids):
         return score_answers(model, [prompt], [answer], [ids]).probability.log().item()
 
     monkeypatch.setattr("edit.continuations", show)
@@ -277,7 +277,7 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, ckpt, monkeypat
 
     monkeypatch.setattr("training.edits.train_rows", train)
 
-    def change(save=ckpt, **given) -> None:
+    def change(save=ckpt, **given):
         given = {"prompt": f"Country: {given['source']}", **given}
         edited(ckpt, save, **given)
 

@@ -69,7 +69,7 @@ def test_defaults_follow_the_other_fields():
 def test_dropout_is_of_the_embedding_of_what_layers_add_and_of_attention(monkeypatch):
     """In training only. Here it puts ones in place of all numbers."""
 
-    def ones(x: torch.Tensor, p: float, training: bool, *_) -> torch.Tensor:
+    def ones(x, p, training, *_):
         return torch.ones_like(x) if training and p == 0.25 else x
 
     monkeypatch.setattr(F, "dropout", ones)

@@ -102,7 +102,7 @@ def work(make, state: str = "number") -> list[torch.Tensor]:
     some are accumulated; lookups are left half-way, the tables are saved between steps.
     """
 
-    def ids(number: int) -> torch.Tensor:
+    def ids(number):
         if number == 8:
             return torch.arange(V - 6, V)[None].expand(2, 6)
         made = batch(5 if number == 6 else number, (2, 4 + 12 * (number % 7)))  # slots grow
@@ -290,7 +290,7 @@ def test_a_layer_of_a_prompt_waits_for_its_table_not_for_later_ones(pins):
         side = tables.stream.number
         worker = side if pins else tables.transfers.worker.agent.number
 
-        def waited(ids: torch.Tensor) -> list[tuple]:
+        def waited(ids):
             """How far the ring was when the compute stream, and the host, waited for each row."""
             seen = [(gpu.stream.seen[side], gpu.host.seen[worker]) for _ in tables.lookup(ids)]
             return [tuple(a < b for a, b in zip(*pair, strict=True)) for pair in pairwise(seen)]

@@ -54,7 +54,7 @@ def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
 
 
 def test_samples_depend_on_the_seed_alone(stem_ckpt):
-    def text(more: str) -> str:
+    def text(more):
         return command(f"sample.py --max_new_tokens 10 {more} --ckpt", stem_ckpt).stdout
 
     one = text("--seed 5 --top_k 50 --top_p 0.95")
@@ -143,11 +143,10 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
         return logits, None
 
     model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
-    for given in (answer, f" {answer}"):
-        name = encoding.decode(encoding.encode_ordinary(prompt)[:1])
-        asked = edit.Edit(source=name, prompt=prompt, write=given)
-        found = edit.locate(model, encoding, asked).answer
-        assert found == encoding.encode_ordinary(space + answer)
+    name = encoding.decode(encoding.encode_ordinary(prompt)[:1])
+    asked = edit.Edit(source=name, prompt=prompt, write=answer)
+    found = edit.locate(model, encoding, asked).answer
+    assert found == encoding.encode_ordinary(space + answer)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +280,7 @@ def shown(stem_ckpt, capsys):
     asked = edit.Edit(source="Anna", target="Björn", prompt="Anna sees")
     located = edit.locate(model, encoding, asked)
 
-    def shown() -> str:
+    def shown():
         edit.compare(model, encoding, asked, located, edit.State(model.tables, located.prompt))
         return capsys.readouterr().out
 

@@ -89,7 +89,7 @@ def stopped(step: int, number: int, work: Callable, *args, **more) -> None:
 def validated(monkeypatch):
     """Let one evaluation after the other find the losses that are given."""
 
-    def validated(*losses: float) -> None:
+    def validated(*losses):
         left = iter(losses)
         monkeypatch.setattr(train, "validate", lambda *_: {"val_loss": next(left)})
 
@@ -146,7 +146,7 @@ def test_edits_do_not_get_into_the_best_model_of_a_run(trained, tmp_path, capsys
 def test_a_run_that_was_stopped_before_its_first_step_resumes_from_there(
     data, tmp_path, monkeypatch
 ):
-    def validate(*_) -> dict:
+    def validate(*_):
         signal.raise_signal(signal.SIGINT)
         return {"val_loss": 9.0}
 

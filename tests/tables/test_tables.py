@@ -138,7 +138,7 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
     optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.1, **options)
     embedding, rows = RowRMSprop(model.wte), RowRMSprop(model.tables)
 
-    def step(*trained, n_part: int = 1) -> None:
+    def step(*trained, n_part=1):
         for _ in range(n_part):
             model(BATCH, BATCH)[1].backward()
         optimizer.step()
@@ -442,7 +442,7 @@ def test_the_lines_for_nanogpt_make_it_stem():
     page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     lines = re.search("```diff\n(.*?)```", page, re.DOTALL)[1]
 
-    def code(marked: str) -> str:
+    def code(marked):
         return re.sub("^.", "", marked, flags=re.MULTILINE)
 
     added = dict(re.findall(r"^ (# .*)\n((?:\+.*\n)+)", lines, re.MULTILINE))

@@ -67,7 +67,7 @@ def test_a_batch_depends_on_its_number_alone():
 
 
 def test_a_mixture_draws_by_weight_and_reads_each_source_in_its_own_order():
-    def parts() -> list[Windows]:
+    def parts():
         return [Windows(IDS, 10, seed=1), Windows(IDS + 2000, 10, seed=1)]
 
     mixture = Mixture(parts(), [0.75, 0.25], total=4000, seed=5)
