@@ -5,15 +5,15 @@ Embformer, whose keys do not know what came before, name the value of a key (pai
 import random
 from pathlib import Path
 
-import torch
+import tiktoken
 
 from corpora.questions import mean, score_answers
 from lab.context import KEYS, SHORT, VALUES, write_documents
 from lab.edits import row_with_edits
 from lab.experiment import Experiment
 from lab.pictures import interval, markdown
+from model import Decoder
 from text.tokenizer import encode
-from training.checkpoints import load_model
 
 # The flags and kinds of attention of each part.
 PROSE = {"learning_rate": 0.012}
@@ -36,9 +36,8 @@ def pairs(rng: random.Random) -> str:
     return "".join(told + rng.choices(told, k=12))
 
 
-def values_found(folder: Path, count: int, device: torch.device) -> float:
-    """The share of values that a run's model names after the last key of so many new texts."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", device)
+def values_found(model: Decoder, encoding: tiktoken.Encoding, _, count: int) -> float:
+    """The share of values that a model names after the last key of so many new texts."""
     asked = []
     for seed in range(count):
         before, last = pairs(random.Random(seed)).rsplit(" Call ", 1)
@@ -77,7 +76,7 @@ def attention(experiment: Experiment) -> None:
             row = row_with_edits(experiment, name, folders)
             if part == "pairs":
                 count = 4 if experiment.quick else 400
-                shares = experiment.measure(part, values_found, folders, count, experiment.on)
+                shares = experiment.measure(part, values_found, folders, count)
                 row["pairs found"] = interval(".1%", shares)
             rows.append(row)
         print(f"{part}:\n\n{markdown(rows)}\n")

@@ -20,12 +20,11 @@ import torch
 from lab.costs import SMALL, Costs
 from lab.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
 from lab.pictures import interval, markdown
-from model import ModelConfig
+from model import Decoder, ModelConfig
 from text import bpe
 from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.download import MOBY_DICK
 from text.writer import write_dataset
-from training.checkpoints import load_model
 from training.settings import inherited_shape
 
 CONTEXTS = [1024, 4096, 32_768]
@@ -173,11 +172,10 @@ def haystack(
 
 
 @torch.inference_mode()
-def needles_found(folder: Path, count: int, device: torch.device) -> list[list[bool]]:
-    """Which of `count` needles, from the beginning of the haystack to its end, a run's model names
-    in each of HAYSTACKS. For those longer than it was trained on, positions are slowed down as
+def needles_found(model: Decoder, encoding: tiktoken.Encoding, _, count: int) -> list[list[bool]]:
+    """Which of `count` needles, from the beginning of the haystack to its end, a model names in
+    each of HAYSTACKS. For those longer than it was trained on, positions are slowed down as
     `--stage context` does it."""
-    model, encoding, _ = load_model(folder / "ckpt.pt", device)
     ids = encoding.encode_ordinary(" ".join(prose(held_out=True)))
     trained = asdict(model.config)
     found = []
@@ -216,7 +214,7 @@ def needles(experiment: Experiment) -> None:
     count = DEPTHS if experiment.quick else 200
     rows = []
     for name, folders in train_both_stages(experiment, pick("dense", "STEM, all")).items():
-        runs = experiment.measure("needles", needles_found, folders, count, experiment.on)
+        runs = experiment.measure("needles", needles_found, folders, count)
         for number, length in enumerate(HAYSTACKS):
             found = np.array([run[number] for run in runs])  # [runs, count]
             by_depth = found.reshape(len(runs), DEPTHS, -1).mean(-1)

@@ -9,11 +9,11 @@ text, or by Zipf's law for the published shape.
 import numpy as np
 import torch
 
-from lab.experiment import MAIN, Experiment, best_learning_rates, pick
+from lab.experiment import MAIN, Experiment, best_learning_rates, last_eval, last_start, pick
 from lab.pictures import interval, markdown
-from lab.runs import last_eval, last_start
 from model import Decoder, ModelConfig
 from text.dataset import open_tokens, read_meta
+from training.records import read_run
 from training.report import model_sizes
 
 LENGTHS = (128, 8192, 131_072)
@@ -88,10 +88,11 @@ def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> str:
 
 def returns(experiment: Experiment) -> str:
     """Accuracy over training FLOPs of trained runs, relative to the mean of dense ones."""
-    groups = experiment.train_and_read(best_learning_rates(experiment, pick(*MAIN)))
+    groups = experiment.train(best_learning_rates(experiment, pick(*MAIN)))
     rows = []
     dense = None
-    for name, runs in groups.items():
+    for name, folders in groups.items():
+        runs = [read_run(folder) for folder in folders]
         flops = last_start(runs[0])["sizes"]["flops_per_token"]  # all runs read equally many
         recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
         losses = [last_eval(run)["val_loss"] for run in runs]

@@ -25,9 +25,9 @@ from tqdm import tqdm
 from common import UserError
 from corpora import countries
 from corpora.questions import mean, score_answers
-from lab.experiment import Experiment, Kinds, pick
+from lab.experiment import Experiment, Kinds, last_start, pick
 from lab.pictures import interval, markdown
-from lab.runs import last_start, row
+from lab.runs import row
 from model import Decoder
 from stem import ALIGNMENTS
 from text.tokenizer import encode
@@ -113,11 +113,10 @@ def answered_after_edit(
     return greedy
 
 
-def report_edits(path: Path, most: int, device: torch.device) -> dict:
-    """The share of edits that succeed in a checkpoint, or in that of a run's folder, of `most`
-    pairs of each sort, always the same: in `parts` by the sort of names, what is asked for and, of
-    unequal lengths, their alignment, and in `success` the mean of names of one token."""
-    model, encoding, _ = load_model(path / "ckpt.pt" if path.is_dir() else path, device)
+def report_edits(model: Decoder, encoding: Encoding, _, most: int) -> dict:
+    """The share of edits that succeed in a model, of `most` pairs of each sort, always the same: in
+    `parts` by the sort of names, what is asked for and, of unequal lengths, their alignment, and in
+    `success` the mean of names of one token."""
     check_editable(model)
     parts = []
     for relation in tqdm(RELATIONS, "editing", leave=False, disable=None):
@@ -138,7 +137,7 @@ def report_edits(path: Path, most: int, device: torch.device) -> dict:
 def measure_edits(experiment: Experiment, folders: list[Path]) -> list[dict]:
     """A report about each run."""
     most = 32 if experiment.quick else MOST
-    return experiment.measure(f"edits-{most}", report_edits, folders, most, experiment.on)
+    return experiment.measure(f"edits-{most}", report_edits, folders, most)
 
 
 def table_with_edits(experiment: Experiment, kinds: Kinds) -> str:
@@ -172,7 +171,7 @@ def table(reports: list[list[dict]]) -> str:
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    print(table([report_edits(ckpt, MOST, device)["parts"]]))
+    print(table([report_edits(*load_model(ckpt, device), MOST)["parts"]]))
 
 
 def edits(experiment: Experiment) -> None:

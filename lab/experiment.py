@@ -30,6 +30,7 @@ from lab.pictures import markdown, plt, save_figure
 from text.dataset import read_meta
 from text.download import MOBY_DICK
 from train import resolve_settings, train
+from training.checkpoints import load_model
 from training.digests import digests
 from training.records import read_run
 from training.settings import RESUMABLE_FLAGS, device_flag
@@ -172,19 +173,15 @@ class Experiment:
             train_all(waiting, self.jobs)
         return folders
 
-    def train_and_read(self, kinds: Kinds) -> dict[Hashable, list[Run]]:
-        """The records of each kind's runs."""
-        groups = self.train(kinds)
-        return {name: [read_run(folder) for folder in groups[name]] for name in groups}
-
     def measure(self, name: str, function: Callable, folders: Iterable[Path], *arguments) -> list:
-        """What `function(folder, *arguments)` returns about each run. It is kept in a file of
-        <out_dir>/figures/<name>, for the next time."""
+        """What `function(model, encoding, checkpoint, *arguments)` returns about each run's model,
+        as `load_model` opens it. It is kept in a file of <out_dir>/figures/<name>, for the next
+        time."""
         figures = []
         for folder in tqdm(folders, name, leave=None):
             path = self.out_dir / "figures" / name / f"{folder.name}.json"
             if not path.exists():
-                figure = function(folder, *arguments)
+                figure = function(*load_model(folder, self.on), *arguments)
                 with atomic(path) as temporary:
                     temporary.write_text(json.dumps(figure))
             figures.append(json.loads(path.read_text()))
@@ -196,11 +193,29 @@ class Experiment:
         print(f"\nwrote {path}")
 
 
+def last_start(run: Run) -> dict:
+    """The args, sizes and data of a run: a resume may have changed them, as --max_iters."""
+    return run["run"][-1]
+
+
+def last_eval(run: Run) -> dict:
+    """The evaluation at the end of a run; of a run that ended because its training loss was not
+    finite, that step, and NaN for all figures."""
+    record = run["eval"][-1]
+    if run["step"] and not math.isfinite(run["step"][-1]["train_loss"]):
+        return {**dict.fromkeys(record, math.nan), "step": run["step"][-1]["step"]}
+    return record
+
+
+def final_loss(folder: Path) -> float:
+    """The validation loss at the end of a run; infinite if a loss was not finite."""
+    loss = last_eval(read_run(folder))["val_loss"]
+    return loss if math.isfinite(loss) else math.inf
+
+
 def diverged(folder: Path) -> bool:
     """Whether a run ended because its loss was not finite."""
-    log = folder / "log.txt"
-    # A process that Windows starts writes another encoding.
-    return log.exists() and "loss became" in log.read_text(encoding="utf-8", errors="replace")
+    return (folder / "metrics.jsonl").exists() and final_loss(folder) == math.inf
 
 
 def train_here(waiting: dict[Path, Flags]) -> None:
@@ -281,8 +296,3 @@ def best_learning_rates(experiment: Experiment, kinds: Kinds) -> Kinds:
         at_best[name] = {**kinds[name], "learning_rate": min(tried, key=tried.get)}
     print(markdown(rows) + "\n")
     return at_best
-
-
-def final_loss(folder: Path) -> float:
-    """The validation loss at the end of a run; infinite if it diverged."""
-    return math.inf if diverged(folder) else read_run(folder)["eval"][-1]["val_loss"]

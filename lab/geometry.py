@@ -7,7 +7,6 @@ the text.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from lab.experiment import KINDS, Experiment
 from lab.pictures import interval, markdown
 from model import Decoder
 from text.dataset import open_tokens, read_meta
-from training.checkpoints import load_model
 from training.dense_to_stem import Fit, Stream
 
 COMPARED = {
@@ -35,7 +33,7 @@ def geometry(experiment: Experiment) -> None:
         text = text[:4096]
     table = []
     for title, folders in experiment.train(COMPARED).items():
-        runs = experiment.measure("geometry", measure_run, folders, text, experiment.on)
+        runs = experiment.measure("geometry", measure_model, folders, text)
         for name in runs[0]:
             means, percentiles = zip(*(run[name] for run in runs), strict=True)
             row = {"kind": title, "cosines of": name, "mean size": interval(".3f", means)}
@@ -44,10 +42,9 @@ def geometry(experiment: Experiment) -> None:
 
 
 @torch.inference_mode()
-def measure_run(folder: Path, text: Tensor, device: torch.device) -> dict[str, tuple]:
-    """Of the sizes of the cosines of a run's vectors for the tokens of a text [T], by what they are
-    and the layer: the mean, and the 95th percentile, of which the STEM paper speaks."""
-    model, _, _ = load_model(folder / "ckpt.pt", device)
+def measure_model(model: Decoder, _, __, text: Tensor) -> dict[str, tuple]:
+    """Of the sizes of the cosines of a model's vectors for the tokens of a text [T], by what they
+    are and the layer: the mean, and the 95th percentile, of which the STEM paper speaks."""
     sizes = {}
     for name, vectors in vectors_of(model, text):
         size = cosines(vectors).abs()

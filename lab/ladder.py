@@ -11,9 +11,17 @@ import torch
 
 from common import UserError
 from lab.edits import row_with_edits
-from lab.experiment import HASH_LAYERS, KINDS, Experiment, Flags, best_learning_rates, pick
+from lab.experiment import (
+    HASH_LAYERS,
+    KINDS,
+    Experiment,
+    Flags,
+    best_learning_rates,
+    last_eval,
+    last_start,
+    pick,
+)
 from lab.pictures import interval, markdown, off, plt
-from lab.runs import last_eval, last_start
 from model import Decoder, ModelConfig, relatives
 from text.dataset import read_meta
 from training.records import read_run

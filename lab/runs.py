@@ -2,7 +2,6 @@
 picture of their validation losses."""
 
 import json
-import math
 import statistics
 from collections import Counter
 from dataclasses import fields
@@ -12,7 +11,7 @@ import numpy as np
 from tqdm import tqdm
 
 from common import UserError
-from lab.experiment import Run
+from lab.experiment import Run, last_eval, last_start
 from lab.pictures import MEANING, interval, markdown, off, plt, save_figure
 from lab.stability import spike_rate
 from model import ModelConfig
@@ -22,20 +21,6 @@ from training.settings import Settings
 # Settings that may differ among the runs of a row.
 NOT_COMPARED = ("seed", "out_dir", "resume", "overwrite")
 SHARED = {setting.name for kind in (Settings, ModelConfig) for setting in fields(kind)}
-
-
-def last_start(run: Run) -> dict:
-    """The args, sizes and data of a run: a resume may have changed them, as --max_iters."""
-    return run["run"][-1]
-
-
-def last_eval(run: Run) -> dict:
-    """The evaluation at the end of a run; of a run that ended because its training loss was not
-    finite, that step, and NaN for all figures."""
-    record = run["eval"][-1]
-    if run["step"] and not math.isfinite(run["step"][-1]["train_loss"]):
-        return {**dict.fromkeys(record, math.nan), "step": run["step"][-1]["step"]}
-    return record
 
 
 def runs(folders: list[Path], out: Path) -> None:

@@ -20,7 +20,6 @@ from model import Decoder
 from text.dataset import read_meta
 from train import resolve_settings
 from training.batches import Data
-from training.checkpoints import load_model
 
 FIRST = ("dense", "STEM, third", "STEM, all", "Embformer")
 EQUAL = ("dense, as many parameters",)  # as STEM in all layers
@@ -69,7 +68,7 @@ def scale(experiment: Experiment) -> None:
                 wanted[name, million, seed] = {**flags, "seed": seed}
         trained = experiment.train(wanted).items()
         folders = {run: folder for run, (folder,) in trained if not diverged(folder)}
-        measured = experiment.measure("scale", measure_run, folders.values(), experiment.on)
+        measured = experiment.measure("scale", measure_model, folders.values())
         of_preset = found.setdefault(preset, {})
         for (name, million, seed), figures in zip(folders, measured, strict=True):
             of_preset.setdefault((name, million), {})[seed] = figures
@@ -85,11 +84,10 @@ def with_size(experiment: Experiment, flags: Flags, million: float) -> Flags:
     return {**flags, "max_iters": steps, "eval_interval": -(-steps // 4)}
 
 
-def measure_run(folder: Path, device: torch.device) -> dict:
-    """The losses of a run: of all tokens, and where the token that is read, whose row it is,
+def measure_model(model: Decoder, _, checkpoint: dict) -> dict:
+    """The losses of a model: of all tokens, and where the token that is read, whose row it is,
     belongs to the rare, middle and frequent third of the vocabulary in the training text; of whole
     books held out, if there are some. And how many ids it has read fewer than FEW times."""
-    model, _, checkpoint = load_model(folder / "ckpt.pt", device)
     args, n_id = checkpoint["args"], model.config.vocab_size
     data = Data(args["data_dir"], "text", model.config.block_size, args["seed"], total=1)
     reads = torch.zeros(n_id, dtype=torch.int64)

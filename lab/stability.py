@@ -11,6 +11,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from lab.experiment import HASH_LAYERS, Experiment, Run, pick
 from lab.pictures import interval, markdown, plt
+from training.records import read_run
 
 REACH = 10  # steps before and after that a spike stands out of
 COMPARED = {**pick("dense", "STEM, all", "moe"), **HASH_LAYERS}
@@ -24,11 +25,10 @@ def stability(experiment: Experiment) -> None:
     for name, flags in COMPARED.items():
         for rate in rates:
             wanted[name, rate] = {**flags, "max_iters": STEPS, "learning_rate": rate}
-    groups = experiment.train_and_read(wanted)
-
     figure, panels = plt.subplots(1, len(rates), figsize=(11, 4), sharey=True, squeeze=False)
     rows = []
-    for (name, rate), runs in groups.items():
+    for (name, rate), folders in experiment.train(wanted).items():
+        runs = [read_run(folder) for folder in folders]
         row = {"kind": name, "learning rate": f"{rate:g}"}
         rows.append({**row, **measures(runs)})
         axes = panels[0, rates.index(rate)]

@@ -32,10 +32,9 @@ from common import UserError, locked, run
 from corpora import countries
 from lab import analyze, counterfact, editors, geometry, ladder, scale
 from lab import experiment as shared
-from lab.experiment import Experiment, best_learning_rates
+from lab.experiment import Experiment, best_learning_rates, last_eval
 from lab.ladder import verdicts
 from lab.pictures import interval
-from lab.runs import last_eval
 from lab.stability import REACH, spike_rate, spikes
 from train import resolve_settings as train_settings
 from training import writing
@@ -237,28 +236,34 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
     assert changed("near") == {"near"}
 
 
+ENDS = """
+import shutil, sys
+print(sys.argv[1:])
+shutil.copy({!r}, sys.argv[2])
+sys.exit("error: ckpt.pt is damaged")
+"""
+
+
 def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
-    experiment, data, tmp_path, monkeypatch
+    experiment, data, trained, tmp_path, monkeypatch
 ):
-    """What train.py says of such a loss, another program says in its place."""
+    """The records that train.py leaves then, another program leaves in its place."""
     diverging = {**SMALL, "learning_rate": 1e8, "warmup": 0.0}
     for which, more in (("training", {"max_iters": 20, "eval_interval": 20}), ("validation", {})):
-        with pytest.raises(UserError, match=f"the {which} loss became") as lost:
+        with pytest.raises(UserError, match=f"the {which} loss became"):
             small_run(data, tmp_path / which, **{**diverging, **more})
         assert math.isnan(last_eval(read_run(tmp_path / which))["val_loss"])
-    ends = "import sys\nprint(sys.argv[1:])\nsys.exit({!r})\n"
+        assert shared.diverged(tmp_path / which)
     monkeypatch.setattr(shared, "ROOT", tmp_path)
-    (tmp_path / "train.py").write_text(ends.format(f"error: {lost.value}"))
+    (tmp_path / "train.py").write_text(ENDS.format(str(tmp_path / "training/metrics.jsonl")))
     (ended,) = experiment.train({"": diverging}, [1])[""]
-    assert shared.diverged(ended)
+    assert shared.final_loss(ended) == math.inf
     log = (ended / "log.txt").read_text()
     assert experiment.train({"": diverging}, [1])[""] == [ended]  # nothing is left to train
     assert (ended / "log.txt").read_text() == log
-    (ended / "log.txt").write_text(f"São Tomé\n{log}", encoding="cp1252")  # as on Windows
-    assert shared.diverged(ended)
     broken = experiment.folder({"seed": 1, **SMALL})
     (broken / "ckpt.pt").write_text("x")
-    (tmp_path / "train.py").write_text(ends.format("error: ckpt.pt is damaged"))
+    (tmp_path / "train.py").write_text(ENDS.format(str(trained["dense"] / "metrics.jsonl")))
     with pytest.raises(UserError, match=rf"{broken.name}: exit code 1, see its log"):
         experiment.train({"": SMALL}, [1])
     given, error = (broken / "log.txt").read_text().splitlines()
@@ -342,11 +347,11 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
         return {name: [rate] for name, rate in rates.items()}
 
     def read(rate):  # the last loss counts, not the best one
-        return {"eval": [{"val_loss": -rate}, {"val_loss": abs(math.log(rate / lowest))}]}
+        last = abs(math.log(rate / lowest)) if rate <= 4 * lowest else math.nan
+        return {"step": [], "eval": [{"val_loss": -rate}, {"val_loss": last}]}
 
     monkeypatch.setattr(experiment, "train", train)
     monkeypatch.setattr(shared, "read_run", read)
-    monkeypatch.setattr(shared, "diverged", lambda rate: rate > 4 * lowest)
     found = best_learning_rates(experiment, {"one": {"ffn": "dense"}})["one"]
     assert asked[:3] == [6e-3, 3e-3, 12e-3]  # the default for text of one's own, and around it
     assert abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
@@ -395,7 +400,7 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
             assert seed == flags["seed"]
         return {run: [Path(json.dumps(run))] for run in kinds}
 
-    def measure(name, function, folders, device):
+    def measure(name, function, folders):
         found = []
         for folder in folders:
             kind, million, seed = json.loads(folder.name)
@@ -426,15 +431,15 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
     assert (experiment.out_dir / "scale-prose.png").read_bytes().startswith(PNG)
 
 
-def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
+def test_losses_by_frequency_are_those_of_the_run(trained, data):
     run = trained["embformer"]
-    found = scale.measure_run(run, CPU)
+    model, encoding, checkpoint = opened = load_model(run, CPU)
+    found = scale.measure_model(*opened)
     assert "books" not in found
     assert found["losses"][0] == pytest.approx(read_run(run)["eval"][-1]["val_loss"], rel=1e-5)
     n_id = encoding.n_vocab
     text = np.fromfile(data / "train.bin", dtype=np.uint16)
     rank = np.bincount(text[::16], minlength=n_id).argsort(kind="stable").tolist()
-    model, _, checkpoint = load_model(run / "ckpt.pt", CPU)
     source = Data(str(data), "text", 32, 0, total=0).val[str(data)]
     losses = [[], [], []]
     ids, targets = source.sequences(source.spread(RUN["eval_tokens"]))  # [N, T]
@@ -451,7 +456,7 @@ def test_losses_by_frequency_are_those_of_the_run(trained, data, encoding):
         reads.update(train.sequence(index)[0].tolist())
     assert found["few"] == sum(reads[token] < 10 for token in range(n_id))
     shutil.copytree(data, data / "held_out")  # of the same text, the loss is the same
-    assert scale.measure_run(run, CPU)["books"] == found["losses"][0]
+    assert scale.measure_model(*opened)["books"] == found["losses"][0]
     shutil.rmtree(data / "held_out")
 
 

@@ -78,11 +78,10 @@ def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
             assert (source.length + target.length == 2) == (sort == "one token")
 
 
-def test_a_model_of_other_text_is_refused(tmp_path):
+def test_a_model_of_other_text_is_refused():
     other = bpe.train([" Call me Ishmael."] * 20, 300)
-    save_checkpoint(tmp_path / "ckpt.pt", made(other), other)
     with pytest.raises(UserError, match="no country is one token"):
-        report_edits(tmp_path / "ckpt.pt", 1, CPU)
+        report_edits(made(other), other, {}, 1)
 
 
 # --- one fact ---
