@@ -21,7 +21,7 @@ from lab.experiment import (
     last_start,
     pick,
 )
-from lab.pictures import interval, markdown, off, plt
+from lab.pictures import draw_means, interval, markdown, off, plt
 from model import Decoder, ModelConfig, relatives
 from text.dataset import read_meta
 from training.records import read_run
@@ -30,35 +30,23 @@ from training.report import model_sizes
 SEEDS = [1337, 1, 2, 3, 4]
 BYTES = 4  # of a number in float32
 
-# Variants, by the kind whose learning rate they take, as the search for each would take an hour.
+# These take the learning rate of the kind with the same --ffn, as a search for each would take an
+# hour.
 ENGRAM = {"ffn": "engram", "stem_layers": "half"}
 VARIANTS = {
-    "STEM, all": pick("STEM, third", "STEM, half"),
-    "hash_moe": HASH_LAYERS,
-    "value": {
-        "value, all layers": {"ffn": "value", "stem_layers": "all"},
-        "value, gate of x": {"ffn": "value", "value_gate": True},
-    },
-    "bigram": {"bigram, rows from noise": {"ffn": "bigram", "table_std": 0.02}},
-    "engram": {
-        "engram, one row": {"ffn": "engram", "ngram_rows": 1},  # every n-gram has the same
-        "engram, random rows": {"ffn": "engram", "table_rate": 0.0},  # as they were drawn
-        "engram, half": ENGRAM,
-        "engram, half, one table": {**ENGRAM, "engram_table": "one", "ngram_rows": 3 * 2**15},
-        "engram, half, in the FFN": {**ENGRAM, "engram_place": "ffn"},
-    },
+    **pick("STEM, third", "STEM, half"),  # that of STEM in all layers
+    **HASH_LAYERS,
+    "value, all layers": {"ffn": "value", "stem_layers": "all"},
+    "value, gate of x": {"ffn": "value", "value_gate": True},
+    "bigram, rows from noise": {"ffn": "bigram", "table_std": 0.02},
+    "engram, one row": {"ffn": "engram", "ngram_rows": 1},  # every n-gram has the same
+    "engram, random rows": {"ffn": "engram", "table_rate": 0.0},  # as they were drawn
+    "engram, half": ENGRAM,
+    "engram, half, one table": {**ENGRAM, "engram_table": "one", "ngram_rows": 3 * 2**15},
+    "engram, half, in the FFN": {**ENGRAM, "engram_place": "ffn"},
 }
-# In the picture, and on which side of its name a point stands.
-NAMED = {
-    "dense": "left",
-    "STEM, third": "left",
-    "STEM, all": "left",
-    "Embformer": "left",
-    "memory": "right",
-    "ple": "left",
-    "engram": "left",
-    "stem_ngrams": "left",
-}
+# In the picture.
+NAMED = ("dense", "STEM, third", "STEM, all", "Embformer", "memory", "ple", "engram", "stem_ngrams")
 CONTROLS = pick("dense", "STEM, third", "STEM, all")  # of one's own kinds
 
 
@@ -119,14 +107,12 @@ def ladder(experiment: Experiment, *own: str) -> None:
         wanted = pick("dense", "STEM, third")
     else:
         variants = VARIANTS
-        derived = {name for group in VARIANTS.values() for name in group}
-        wanted = {**KINDS, **dense_of_equal_costs(experiment)}
-        wanted = {name: flags for name, flags in wanted.items() if name not in derived}
+        kinds = {**KINDS, **dense_of_equal_costs(experiment)}
+        wanted = {name: kinds[name] for name in kinds if name not in variants}
     kinds = best_learning_rates(experiment, wanted)
-    for name, group in variants.items():
-        rate = kinds[name]["learning_rate"]
-        for variant, flags in group.items():
-            kinds[variant] = {**flags, "learning_rate": rate}
+    rates = {flags["ffn"]: flags["learning_rate"] for flags in kinds.values()}
+    for name, flags in variants.items():
+        kinds[name] = {**flags, "learning_rate": rates[flags["ffn"]]}
     table, losses, read = [], {}, {}
     for name, folders in experiment.train(kinds, seeds).items():
         runs = [read_run(folder) for folder in folders]
@@ -191,9 +177,10 @@ def draw(experiment: Experiment, losses: dict[str, list[float]], read: dict[str,
     figure, axes = plt.subplots(figsize=(9, 5))
     for name in sorted(losses, key=lambda name: name in NAMED):  # these above the others
         named = name in NAMED or len(losses) <= len(NAMED)
-        x, y, error = read[name] / 1024, statistics.fmean(losses[name]), off(losses[name])
-        side = NAMED.get(name, "left")
-        bars = axes.errorbar(x, y, error, fmt="o", capsize=2, color=None if named else "0.8")
+        x, y = read[name] / 1024, statistics.fmean(losses[name])
+        side = "right" if name == "memory" else "left"  # of its name, where there is room
+        color = None if named else "0.8"
+        bars = draw_means(axes, [x], [losses[name]], fmt="o", color=color)
         if named:
             place = {"xytext": (6 if side == "left" else -6, 0), "textcoords": "offset points"}
             color = bars.lines[0].get_color()

@@ -51,6 +51,14 @@ def off(figures: Sequence[float]) -> float:
     return t * statistics.stdev(figures) / math.sqrt(len(figures))
 
 
+def draw_means(axes: plt.Axes, x: Sequence[float], points: Sequence[list[float]], **how) -> list:
+    """Draw the means of the figures at each point over x, with their 95 % intervals. Returns what
+    `errorbar` has drawn."""
+    means = [statistics.fmean(figures) for figures in points]
+    errors = [off(figures) for figures in points]
+    return axes.errorbar(x, means, errors, capsize=2, **how)
+
+
 def save_figure(figure: plt.Figure, path: Path) -> None:
     with atomic(path) as temporary:
         figure.savefig(temporary, dpi=130, format=path.suffix.lstrip("."))

@@ -2,17 +2,15 @@
 picture of their validation losses."""
 
 import json
-import statistics
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-import numpy as np
 from tqdm import tqdm
 
 from common import UserError
 from lab.experiment import Run, last_eval, last_start
-from lab.pictures import MEANING, interval, markdown, off, plt, save_figure
+from lab.pictures import MEANING, draw_means, interval, markdown, plt, save_figure
 from lab.stability import spike_rate
 from model import ModelConfig
 from training.records import read_run
@@ -37,7 +35,7 @@ def runs(folders: list[Path], out: Path) -> None:
         if n > 1:
             print(f"\nnote: relatives/{name}.py changed between these runs")
     draw(groups, out)
-    print(f"\n{MEANING}, as is the band in the picture\n\nwrote {out}")
+    print(f"\n{MEANING}, as are the bars in the picture\n\nwrote {out}")
 
 
 def grouped(folders: list[Path]) -> dict[str, list[Run]]:
@@ -45,20 +43,27 @@ def grouped(folders: list[Path]) -> dict[str, list[Run]]:
     name of the first one's folder. A run that repeats another's seed, too, is no second sample: it
     goes to another group."""
     groups: dict[str, list[Run]] = {}
-    names: dict[str, str] = {}  # of groups, by their settings
-    n_equal: Counter[str] = Counter()  # runs so far, by settings and seed
     for folder in tqdm(folders, "reading", unit="run", leave=False, delay=3, disable=None):
         run = read_run(folder)
-        args = last_start(run)["args"]
-        compared = {name: args[name] for name in args if name not in NOT_COMPARED}
-        compared["relatives"] = last_start(run).get("relatives")
-        equal = json.dumps([compared, args.get("seed")], sort_keys=True)
-        n_equal[equal] += 1
-        settings = json.dumps([compared, n_equal[equal]], sort_keys=True)
-        if settings not in names:
-            names[settings] = str(folder) if folder.name in groups else folder.name
-        groups.setdefault(names[settings], []).append(run)
+        for group in groups.values():
+            if compared(group[0]) == compared(run) and seed(run) not in map(seed, group):
+                group.append(run)
+                break
+        else:
+            name = str(folder.resolve()) if folder.name in groups else folder.name
+            groups[name] = [run]
     return groups
+
+
+def seed(run: Run) -> int | None:
+    return last_start(run)["args"].get("seed")
+
+
+def compared(run: Run) -> list:
+    """What the runs of a group have in common."""
+    start = last_start(run)
+    args = {name: value for name, value in start["args"].items() if name not in NOT_COMPARED}
+    return [args, start.get("relatives")]
 
 
 def row(name: str, group: list[Run]) -> dict[str, str]:
@@ -92,9 +97,8 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
 
 
 def draw(groups: dict[str, list[Run]], out: Path) -> None:
-    """Draw the means of validation losses of groups of runs, with bands, their 95 % intervals, over
-    tokens, all rows counted as full. That of the random model, which comes first, would flatten
-    all others."""
+    """Draw the means of validation losses of groups of runs over tokens, all rows counted as full.
+    That of the random model, which comes first, would flatten all others."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
     for name, group in groups.items():
         by_step = []
@@ -102,13 +106,10 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
             by_step.append({record["step"]: record["val_loss"] for record in run["eval"]})
         common = set(by_step[0]).intersection(*by_step[1:])  # one may have stopped earlier
         steps = sorted(common)[1:]
-        losses = [[of_run[step] for of_run in by_step] for step in steps]  # [n, runs]
-        means = np.array([statistics.fmean(at_step) for at_step in losses])
-        errors = np.array([off(at_step) for at_step in losses])
+        losses = [[of_run[step] for of_run in by_step] for step in steps]
         args = last_start(group[0])["args"]
-        x = np.array(steps) * args["batch_size"] * args["block_size"] / 1e6
-        axes.plot(x, means, marker=".", label=name.replace("$", r"\$"))
-        axes.fill_between(x, means - errors, means + errors, alpha=0.2, linewidth=0)
+        tokens = [step * args["batch_size"] * args["block_size"] / 1e6 for step in steps]
+        draw_means(axes, tokens, losses, marker=".", label=name.replace("$", r"\$"))
     axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
     axes.legend(title="mean, 95 % interval")
     save_figure(figure, out)

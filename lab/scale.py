@@ -15,7 +15,7 @@ from torch import Tensor
 from common import UserError
 from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, diverged
 from lab.ladder import dense_of_equal_costs
-from lab.pictures import interval, markdown, off, plt
+from lab.pictures import draw_means, interval, markdown, plt
 from model import Decoder
 from text.dataset import read_meta
 from train import resolve_settings
@@ -120,51 +120,57 @@ def token_losses(model: Decoder, data: Data, n_token: int) -> tuple[Tensor, Tens
 
 def report(experiment: Experiment, preset: str, found: Found) -> None:
     """Print a table of what is there, and draw it."""
-    rows = []
-    lines = {}  # by kind and millions of tokens: losses and gaps to dense of the seeds
-    for name, million in sorted(found, key=lambda run: run[1]):
-        runs, dense = found[name, million], found.get(("dense", million), {})
-        losses = losses_of(runs)
-        row = {
-            "M tokens": str(million),
-            "kind": name,
-            "seeds": str(len(runs)),
-            "val loss": interval(".3f", losses),
-            "of other books": interval(".3f", [run.get("books") for run in runs.values()]),
-        }
-        pairs = [(runs[seed]["losses"], dense[seed]["losses"]) for seed in runs if seed in dense]
-        gaps = {}
-        for at, title in enumerate(GAPS):
-            gaps[title] = [mine[at] - theirs[at] for mine, theirs in pairs]
-            row[title] = "" if name == "dense" else interval("+.3f", gaps[title])
-        row["dense needs"] = tokens_of_dense(fmean(losses), million, found)
-        row[f"ids read < {FEW} times"] = f"{next(iter(runs.values()))['few']:,}"
-        rows.append(row)
-        lines.setdefault(name, {})[million] = losses, gaps["minus dense"] or [math.nan]
+    by_size = sorted(found, key=lambda run: run[1])
+    rows = [row(found, name, million) for name, million in by_size]
     print(f"--preset {preset}:\n\n{markdown(rows)}")
     figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
-    for number, title in enumerate(("validation loss", "minus that of dense")):
-        axes = both[number]
-        for name, points in lines.items():
-            figures = [point[number] for point in points.values()]
-            means, errors = [fmean(x) for x in figures], [off(x) for x in figures]
-            axes.errorbar(list(points), means, errors, capsize=2, marker=".", label=name)
+    drawn = {"validation loss": losses, "minus that of dense": gaps}
+    for axes, (title, figures) in zip(both, drawn.items(), strict=True):
+        for name in dict.fromkeys(name for name, _ in by_size):
+            sizes = [million for other, million in by_size if other == name]
+            points = [figures(found, name, million) or [math.nan] for million in sizes]
+            draw_means(axes, sizes, points, marker=".", label=name)
         axes.set(xscale="log", xlabel="million tokens", ylabel=f"{title} (nats, 95 % intervals)")
     both[0].legend(fontsize=8)
     experiment.picture(f"scale-{preset}", figure)
 
 
-def losses_of(runs: dict[int, dict]) -> list[float]:
-    return [run["losses"][0] for run in runs.values()]
+def row(found: Found, name: str, million: float) -> dict[str, str]:
+    """The cells about the runs of a kind after so many tokens."""
+    runs = found[name, million].values()
+    cells = {
+        "M tokens": str(million),
+        "kind": name,
+        "seeds": str(len(runs)),
+        "val loss": interval(".3f", losses(found, name, million)),
+        "of other books": interval(".3f", [run.get("books") for run in runs]),
+    }
+    for at, title in enumerate(GAPS):
+        of_kind = [] if name == "dense" else gaps(found, name, million, at)
+        cells[title] = interval("+.3f", of_kind)
+    cells["dense needs"] = tokens_of_dense(found, name, million)
+    cells[f"ids read < {FEW} times"] = f"{next(iter(runs))['few']:,}"
+    return cells
 
 
-def tokens_of_dense(loss: float, million: float, found: Found) -> str:
-    """How many times as many tokens dense takes to this loss, between sizes by a straight line over
-    the logarithm of tokens."""
-    sizes = {fmean(losses_of(found[run])): run[1] for run in found if run[0] == "dense"}
+def losses(found: Found, name: str, million: float) -> list[float]:
+    return [run["losses"][0] for run in found[name, million].values()]
+
+
+def gaps(found: Found, name: str, million: float, at: int = 0) -> list[float]:
+    """By how much losses, all or of a third of the tokens, are above dense's with the same seed."""
+    runs, dense = found[name, million], found.get(("dense", million), {})
+    return [runs[seed]["losses"][at] - dense[seed]["losses"][at] for seed in runs if seed in dense]
+
+
+def tokens_of_dense(found: Found, name: str, million: float) -> str:
+    """How many times as many tokens dense takes to the loss of a kind, between sizes by a straight
+    line over the logarithm of tokens."""
+    loss = fmean(losses(found, name, million))
+    sizes = {fmean(losses(found, *run)): run[1] for run in found if run[0] == "dense"}
     if not sizes:
         return ""
-    losses = sorted(sizes)
-    times = np.exp(np.interp(loss, losses, np.log([sizes[x] for x in losses]))) / million
-    sign = "> " if loss < losses[0] else "< " if loss > losses[-1] else ""
+    known = sorted(sizes)
+    times = np.exp(np.interp(loss, known, np.log([sizes[x] for x in known]))) / million
+    sign = "> " if loss < known[0] else "< " if loss > known[-1] else ""
     return f"{sign}{times:.2f} x"

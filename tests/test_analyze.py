@@ -76,6 +76,8 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, data, tmp_path):
     metrics = (trained["dense"] / "metrics.jsonl").read_text()
     (tmp_path / "metrics.jsonl").write_text(metrics.replace('"tokenizer": "', '"tokenizer": "x'))
     assert "note: not all have the same text" in ask(".", trained["stem"]).stdout
+    shutil.copytree(trained["stem"], tmp_path / "dense")  # one of the same name
+    assert ask(trained["dense"], "dense").stdout.count("\n| ") == 2
     for wrong in (["nothing"], ["--plot", "x.txt", "."], []):
         ask(*wrong, fails=True)
 
