@@ -142,39 +142,34 @@ class Contender:
         return timer()
 
 
-def compare(
-    tasks: dict[str, Callable], contenders: dict[str, Contender], rounds: int, baseline: str
-) -> dict[str, dict]:
-    """By contender and task a tuple: tok/s, as the task returns them, and their ratio to the
-    baseline. Contenders take turns in an order that changes, as a turn leaves caches and disk busy.
-    The first turn warms up."""
-    rows = {name: {} for name in contenders}
-    for column, task in tasks.items():
+Rows = list[dict[str, str]]  # of a table
+Speeds = dict[str, dict[str, np.ndarray]]  # by task and contender: tok/s of each turn [rounds]
+
+
+def compare(tasks: dict[str, Callable], contenders: dict[str, Contender], rounds: int) -> Speeds:
+    """What tasks return of contenders, which take turns in an order that changes, as a turn leaves
+    caches and disk busy. The first turn warms up."""
+    speeds = {}
+    for title, task in tasks.items():
         rates: dict[str, list[float]] = {name: [] for name in contenders}
         order = random.Random(0)
-        for _ in tqdm(range(1 + rounds), column, unit="turn"):
+        for _ in tqdm(range(1 + rounds), title, unit="turn"):
             for name in order.sample(list(contenders), len(contenders)):
                 rates[name].append(task(contenders[name]))
-        base = np.array(rates[baseline][1:])
-        for name in contenders:
-            speed = np.array(rates[name][1:])  # [rounds]
-            rows[name][column] = (np.median(speed), np.median(speed / base))
-    return rows
+        speeds[title] = {name: np.array(rates[name][1:]) for name in contenders}
+    return speeds
 
 
-def show(title: str, rows: dict[str, dict]) -> dict[str, dict]:
-    """Print rows by name as a table. A cell is a number, or tok/s and their ratio."""
-    table = []
-    for name, row in rows.items():
-        cells = {title: name}
-        for column, value in row.items():
-            if isinstance(value, tuple):
-                cells[column] = f"{value[0]:,.0f} ({value[1]:.2f})"
-            else:
-                cells[column] = f"{value:,.2f}"
-        table.append(cells)
-    print("\n" + markdown(table))
-    return rows
+def table(title: str, speeds: Speeds) -> Rows:
+    """A row for each contender: medians of tok/s and, in parentheses, of their ratios to those of
+    the first contender in the same turn."""
+    rows = {}
+    for task, rates in speeds.items():
+        baseline = next(iter(rates.values()))
+        for name, speed in rates.items():
+            cell = f"{np.median(speed):,.0f} ({np.median(speed / baseline):.2f})"
+            rows.setdefault(name, {title: name})[task] = cell
+    return list(rows.values())
 
 
 # --- tasks ---
@@ -234,7 +229,7 @@ def decode(contender: Contender, batch: int, context: int, new: int) -> float:
 # --- what is compared ---
 
 
-def bench_train(bench: Bench) -> dict:
+def bench_train(bench: Bench) -> Rows:
     contenders = {}
     for kind, flags in KINDS.items():
         config = bench.model(**flags)
@@ -243,12 +238,13 @@ def bench_train(bench: Bench) -> dict:
             compiled = contenders[f"{kind}, compiled"] = Contender(bench, config)
             for block in compiled.model.blocks:
                 block.compile()
-    rows = compare({"tok/s": train}, contenders, bench.rounds, "dense")
+    speeds = compare({"tok/s": train}, contenders, bench.rounds)
     fastest = matrix_rate(bench)
-    for name, row in rows.items():  # a backward pass is two forward passes
-        flops = 3 * model_sizes(contenders[name].model)["flops_per_token"]
-        row["share of the matrix rate"] = row["tok/s"][0] * flops / fastest
-    return show(f"train ({bench.dtype}; matrices {fastest / 1e9:,.0f} GFLOP/s)", rows)
+    rows = table(f"train ({bench.dtype}; matrices {fastest / 1e9:,.0f} GFLOP/s)", speeds)
+    for row, (name, speed) in zip(rows, speeds["tok/s"].items(), strict=True):
+        flops = 3 * model_sizes(contenders[name].model)["flops_per_token"]  # with a backward pass
+        row["share of the matrix rate"] = f"{np.median(speed) * flops / fastest:.2f}"
+    return rows
 
 
 def matrix_rate(bench: Bench) -> float:
@@ -266,7 +262,7 @@ def matrix_rate(bench: Bench) -> float:
     return 2 * size**3 / float(np.median(seconds))
 
 
-def bench_decode(bench: Bench) -> dict:
+def bench_decode(bench: Bench) -> Rows:
     contenders = {}
     for kind, flags in KINDS.items():
         contender = contenders[kind] = Contender(bench, bench.model(**flags))
@@ -281,10 +277,10 @@ def bench_decode(bench: Bench) -> dict:
     # A captured step is timed with its capture, as a user meets it: in a text, not in a sentence.
     new = 192 if bench.cuda else 96
     tasks = {f"batch {n}": partial(decode, batch=n, context=64, new=new) for n in (1, 8)}
-    return show("decode", compare(tasks, contenders, bench.rounds, "dense"))
+    return table("decode", compare(tasks, contenders, bench.rounds))
 
 
-def bench_cache(bench: Bench) -> dict:
+def bench_cache(bench: Bench) -> Rows:
     contenders = {}
     for kind in ("kv", "ids"):
         contenders[kind] = Contender(bench, bench.model(ffn="embformer"), cache=kind)
@@ -295,10 +291,10 @@ def bench_cache(bench: Bench) -> dict:
     for part in (16, 4, 1):
         context = bench.model().block_size // part
         tasks[f"after {context}"] = partial(decode, batch=1, context=context, new=16)
-    return show("cache", compare(tasks, contenders, bench.rounds, "kv"))
+    return table("cache", compare(tasks, contenders, bench.rounds))
 
 
-def bench_offload(bench: Bench) -> dict:
+def bench_offload(bench: Bench) -> Rows:
     tasks = {
         "decode 1": partial(decode, batch=1, context=1, new=128),
         "decode 8": partial(decode, batch=8, context=1, new=64),
@@ -320,8 +316,7 @@ def bench_offload(bench: Bench) -> dict:
         contenders = {}
         for name, tables in places.items():
             contenders[name] = Contender(bench, config, tables=tables)
-        rows = compare(tasks, contenders, bench.rounds, "resident")
-    return show("tables", rows)
+        return table("tables", compare(tasks, contenders, bench.rounds))
 
 
 def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) -> Tables:
@@ -341,6 +336,10 @@ COMPARISONS = {
     "cache": bench_cache,
     "offload": bench_offload,
 }
+
+
+def report(name: str, bench: Bench) -> None:
+    print("\n" + markdown(COMPARISONS[name](bench)))
 
 
 WIDE = dict(n_layer=8, n_head=16, n_embd=2048, block_size=512, batch_size=32)
@@ -365,7 +364,7 @@ def bench_gpu(given: dict) -> None:
             print(f"\npart {number}: {name} {flags}")
             if given.get("quick"):
                 flags = {}
-            COMPARISONS[name](Bench(**{**flags, **given}))
+            report(name, Bench(**{**flags, **given}))
 
 
 def main() -> None:
@@ -387,7 +386,7 @@ def main() -> None:
         raise UserError("--part: only of gpu")
     bench = Bench(**flags)
     for name in COMPARISONS if what == "all" else [what]:
-        COMPARISONS[name](bench)
+        report(name, bench)
 
 
 if __name__ == "__main__":

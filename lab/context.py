@@ -83,7 +83,7 @@ def parameters_read(experiment: Experiment) -> None:
     meta = read_meta(folder)
     ids = open_tokens(folder, "train", meta)
     costs = {}
-    for name, flags in pick(*MAIN).items():
+    for name, flags in MAIN.items():
         costs[name] = Costs(ModelConfig(vocab_size=meta["vocab_size"], **SMALL, **flags))
     shortest = {}
     rows = []

@@ -9,7 +9,7 @@ text, or by Zipf's law for the published shape.
 import numpy as np
 import torch
 
-from lab.experiment import MAIN, Experiment, best_learning_rates, last_eval, last_start, pick
+from lab.experiment import MAIN, Experiment, best_learning_rates, last_eval, last_start
 from lab.pictures import interval, markdown
 from model import Decoder, ModelConfig
 from text.dataset import open_tokens, read_meta
@@ -70,7 +70,7 @@ def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> str:
     drawn by the frequency [V] of tokens."""
     rows = []
     dense = None
-    for name, flags in pick(*MAIN).items():
+    for name, flags in MAIN.items():
         costs = Costs(ModelConfig(vocab_size=len(frequency), **shape, **flags))
         figures = {"million multiplied in FFN": costs.ffn / 1e6}
         for n in LENGTHS:
@@ -88,7 +88,7 @@ def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> str:
 
 def returns(experiment: Experiment) -> str:
     """Accuracy over training FLOPs of trained runs, relative to the mean of dense ones."""
-    groups = experiment.train(best_learning_rates(experiment, pick(*MAIN)))
+    groups = experiment.train(best_learning_rates(experiment, MAIN))
     rows = []
     dense = None
     for name, folders in groups.items():

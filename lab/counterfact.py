@@ -213,10 +213,10 @@ def ngram_entropy(ids: list[int]) -> float:
 class Bench:
     """A model, its records, and what it was before all edits."""
 
-    def __init__(self, folder: Path, seed: int, data_dir: Path) -> None:
-        self.model, self.encoding, _ = load_model(folder / "ckpt.pt", torch.device("cpu"))
+    def __init__(self, run: Path, data_dir: Path) -> None:
+        self.model, self.encoding, checkpoint = load_model(run, torch.device("cpu"))
         self.fresh = {name: weight.clone() for name, weight in self.model.state_dict().items()}
-        self.records, self.apart = records(seed)
+        self.records, self.apart = records(checkpoint["args"]["seed"])
         meta = read_meta(data_dir)
         size = self.model.config.block_size
         ids = open_tokens(data_dir, "train", meta)[: 100 * size].astype("int64")
@@ -308,6 +308,8 @@ class Bench:
 
 
 open_bench = cache(Bench)  # once in a process
+# Figures of each model, by method, number of edits, and edits at once.
+Groups = dict[tuple[str, int, int], list[list[dict]]]
 
 
 class Trial(NamedTuple):
@@ -316,7 +318,6 @@ class Trial(NamedTuple):
     run: Path  # folder of the model
     data_dir: Path
     figures: Path  # folder
-    seed: int
     name: str
     setting: dict
     points: Sequence[int]  # numbers of edits, after which all are asked
@@ -340,7 +341,7 @@ class Trial(NamedTuple):
         """Write facts, and ask all of them at the points. The weights are kept beside the figures,
         to go on with."""
         torch.set_num_threads(1)
-        bench = open_bench(self.run, self.seed, self.data_dir)
+        bench = open_bench(self.run, self.data_dir)
         records = bench.records[self.first :][: max(self.points)]
         requests = list(map(bench.request, records))
         rows = self.rows()
@@ -424,13 +425,15 @@ def search(tried: list[Trial]) -> dict:
     return max(tried, key=answered).setting
 
 
-def cells(seeds: Iterable[list[dict]]) -> dict[str, str]:
-    """What the rows of each seed have in common."""
-    groups = [figures(rows) for rows in seeds]
-    return {
-        title: interval(".3f" if title in NUMBERS else ".1%", [found[title] for found in groups])
-        for title in groups[0]
-    }
+def grouped(trials: list[Trial]) -> Groups:
+    """The rows of each model by method, number of edits, and edits at once."""
+    groups = {}
+    for trial in trials:
+        rows = trial.rows()
+        for n in trial.points:
+            models = groups.setdefault((trial.name, n, trial.size), {})
+            models.setdefault(trial.run, []).append(rows[n])
+    return {group: list(models.values()) for group, models in groups.items()}
 
 
 def of_shared_names(row: dict) -> dict:
@@ -438,8 +441,20 @@ def of_shared_names(row: dict) -> dict:
     return {**row, "records": [record for record in row["records"] if "namesakes" in record]}
 
 
-def picture(groups: dict[tuple[str, int, int], dict[int, list[dict]]]) -> plt.Figure:
-    """Scores over the number of edits in sequence, a line a method. groups: as in `report`."""
+def table(groups: Groups) -> str:
+    rows = []
+    for (name, n, size), models in groups.items():
+        row = {"method": name, "edits": f"{n} by {size}" if size > 1 else str(n)}
+        found = [figures(rows) for rows in models]
+        for title in found[0]:
+            form = ".3f" if title in NUMBERS else ".1%"
+            row[title] = interval(form, [of_model[title] for of_model in found])
+        rows.append(row)
+    return markdown(rows)
+
+
+def picture(groups: Groups) -> plt.Figure:
+    """Scores over the number of edits in sequence, a line a method."""
     panels = {
         "S, greedy": "S: new facts and neighbors",
         "others": "other facts of the names",
@@ -455,7 +470,7 @@ def picture(groups: dict[tuple[str, int, int], dict[int, list[dict]]]) -> plt.Fi
             points = [n for other, n, size in groups if other == name and size == 1]
             means = []
             for n in points:
-                seeds = map(figures, groups[name, n, 1].values())
+                seeds = map(figures, groups[name, n, 1])
                 means.append(100 * fmean(found[score] for found in seeds))
             line = "o--" if model == "dense" else "o-"
             axis.plot(points, means, line, color=color, ms=3, label=name)
@@ -465,23 +480,16 @@ def picture(groups: dict[tuple[str, int, int], dict[int, list[dict]]]) -> plt.Fi
     return figure
 
 
-def report(experiment: Experiment, trials: list[Trial]) -> None:
-    """Tables and a picture of what was measured in the models of all seeds."""
-    groups = {}  # the rows of each seed, by method, number of edits, and edits at once
-    for trial in trials:
-        for n in trial.points:
-            seeds = groups.setdefault((trial.name, n, trial.size), {})
-            seeds.setdefault(trial.seed, []).append(trial.rows()[n])
-    everything, shared = [], []
-    for (name, n, size), seeds in groups.items():
-        about = {"method": name, "edits": f"{n} by {size}" if size > 1 else str(n)}
-        everything.append({**about, **cells(seeds.values())})
-        sharing = [list(map(of_shared_names, rows)) for rows in seeds.values()]
+def report(experiment: Experiment, groups: Groups) -> None:
+    """Tables and a picture of what was measured."""
+    print(table(groups))
+    shared = {}
+    for group, models in groups.items():
+        sharing = [[of_shared_names(row) for row in rows] for rows in models]
         if all(row["records"] for rows in sharing for row in rows):
-            shared.append({**about, **cells(sharing)})
-    print(markdown(everything))
+            shared[group] = sharing
     if shared:
-        print(f"\nNames that share tokens:\n\n{markdown(shared)}")
+        print(f"\nNames that share tokens:\n\n{table(shared)}")
     experiment.picture("counterfact", picture(groups))
 
 
@@ -498,7 +506,7 @@ def counterfact(experiment: Experiment) -> None:
     def trial(name: str, setting: dict, seed: int, *how) -> Trial:
         run = folders[METHODS[name].model][seeds.index(seed)]
         kept = experiment.out_dir / "figures/counterfact"
-        return Trial(run, experiment.data_dir, kept, seed, name, setting, *how)
+        return Trial(run, experiment.data_dir, kept, name, setting, *how)
 
     best = {name: method.settings[0] for name, method in METHODS.items()}
     if not experiment.quick:
@@ -518,4 +526,4 @@ def counterfact(experiment: Experiment) -> None:
                 for seed, first in product(numbers, firsts):
                     trials.append(trial(name, best[name], seed, points, size, first))
     measure_all(trials, cores)
-    report(experiment, trials)
+    report(experiment, grouped(trials))

@@ -41,16 +41,14 @@ Run = dict[str, list[dict]]  # the records of a run by type
 
 ROOT = Path(__file__).parent.parent
 children: list[subprocess.Popen] = []  # of train.py
-KINDS = {
+MAIN = {
     "dense": {"ffn": "dense"},
     "STEM, third": {"ffn": "stem", "stem_layers": "third"},
     "STEM, half": {"ffn": "stem", "stem_layers": "half"},
     "STEM, all": {"ffn": "stem", "stem_layers": "all"},
     "Embformer": {"ffn": "embformer"},
 }
-MAIN = tuple(KINDS)
-for name in model.relatives("Decoder"):
-    KINDS[name] = {"ffn": name}
+KINDS = {**MAIN, **{name: {"ffn": name} for name in model.relatives("Decoder")}}
 # The baseline of STEM's paper: a token has one expert, and the model about as many parameters as
 # STEM, on prose as that in a third of the layers.
 HASH_LAYERS = {"hash_moe, one expert": {"ffn": "hash_moe", "n_expert": 6, "top_k": 1}}

@@ -190,8 +190,10 @@ def bench(tmp_path_factory) -> Bench:
     texts = [countries.paragraph(c, [f"Its capital is {c.capital}."]) for c in COUNTRIES]
     documents = [("train", text) for text in texts * 4] + [("val", text) for text in texts]
     write_dataset(folder / "data", documents, encoding, "text", corpus="countries", seed=0)
-    save_checkpoint(folder / "ckpt.pt", made("stem", encoding.n_vocab, 192), encoding)
-    bench = Bench(folder, 1, folder / "data")
+    save_checkpoint(
+        folder / "ckpt.pt", made("stem", encoding.n_vocab, 192), encoding, args={"seed": 1}
+    )
+    bench = Bench(folder, folder / "data")
     namesakes = bench.namesakes
     bench.namesakes = lambda country: namesakes(country)[:2]  # here nearly all names share bytes
     return bench
@@ -270,7 +272,7 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
     ):
         monkeypatch.setattr(counterfact, "KEPT", kept)
         once, twice = (
-            Trial(*[tmp_path / name] * 3, 1, "swapped rows", {"how": "copy"}, points, size, first)
+            Trial(*[tmp_path / name] * 3, "swapped rows", {"how": "copy"}, points, size, first)
             for name in (f"once{kept}", f"twice{kept}")
         )
         once.measure()
@@ -295,7 +297,7 @@ class Noted(Trial):
 def test_a_trial_is_measured_once_and_in_another_process(tmp_path, monkeypatch):
     fork = get_context("fork")  # takes less time than `spawn`, which imports PyTorch
     monkeypatch.setattr(counterfact, "get_context", lambda _: fork)
-    where = tmp_path / "run", tmp_path, tmp_path, 1
+    where = tmp_path / "run", tmp_path, tmp_path
     trials = [Noted(*where, "swapped rows", {"how": how}, [10]) for how in ("copy", "pad")]
     trials[0].measure()
     for _ in range(2):
@@ -320,7 +322,7 @@ def test_the_best_setting_answers_most():
             others = dict.fromkeys(("other countries", *counterfact.NUMBERS), 0.0)
             return {10: {"records": [{kind: [0, right] for kind in kinds}], **others}}
 
-    trials = [Fixed(*[None] * 4, "written rows", {"keep": keep}, (10,)) for keep in (60, 20, 200)]
+    trials = [Fixed(*[None] * 3, "written rows", {"keep": keep}, (10,)) for keep in (60, 20, 200)]
     assert search(trials) == {"keep": 20}
 
 
