@@ -80,23 +80,20 @@ def main() -> None:
     parser.add_argument("--block_size", type=int, help=about)
     add_flags(parser, Experiment)
     flags = vars(parser.parse_intermixed_args())  # those given stand before and after flags
-    question = flags.pop("question")
-    given = flags.pop("given")
-    paths = [Path(path) for path in given]
-    plot = flags.pop("plot") or Path("out", f"{question}.png")
-    tokens = flags.pop("tokens")
-    block_size = flags.pop("block_size")
+    question, given = flags.pop("question"), flags.pop("given")
     if question is None:
         parser.error(f"which question? {', '.join(names)}")
+    plot = flags.pop("plot") or Path("out", f"{question}.png")
+    text = flags.pop("tokens"), flags.pop("block_size")
+    paths = [Path(path) for path in given]
+    device = pick_device(flags.get("device", Experiment.device))
 
     if question == "runs" and paths:
         runs(paths, plot)
-    elif question in ("edits", "token_share") and paths:
-        device = pick_device(flags.get("device", Experiment.device))
-        if question == "token_share":
-            data_dir = str(flags.get("data_dir", Experiment.data_dir))
-            token_share(paths, data_dir, tokens, block_size, device, plot)
-            return
+    elif question == "token_share" and paths:
+        data_dir = str(flags.get("data_dir", Experiment.data_dir))
+        token_share(paths, data_dir, *text, device, plot)
+    elif question == "edits" and paths:
         for path in paths:
             measure_checkpoint(path, device)
     elif question in ("runs", "token_share") or (given and question != "ladder"):
@@ -105,15 +102,19 @@ def main() -> None:
             "--ffn"
         )
     else:
-        experiment = Experiment(**flags)
-        signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-        with locked(experiment.out_dir):
-            if experiment.fresh:
-                experiment.clear()
-            for name in QUESTIONS if question == "all" else [question]:
-                print(f"\n## {name}\n")
-                QUESTIONS[name](experiment, *given)
-                print(f"\n{MEANING}{SMOKE if experiment.quick else ''}")
+        answer(Experiment(**flags), question, given)
+
+
+def answer(experiment: Experiment, question: str, given: list[str]) -> None:
+    """Answer a question, or all, from runs that are trained where they are missing."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    with locked(experiment.out_dir):
+        if experiment.fresh:
+            experiment.clear()
+        for name in QUESTIONS if question == "all" else [question]:
+            print(f"\n## {name}\n")
+            QUESTIONS[name](experiment, *given)
+            print(f"\n{MEANING}{SMOKE if experiment.quick else ''}")
 
 
 if __name__ == "__main__":

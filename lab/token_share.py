@@ -116,11 +116,10 @@ class Explained:
     def __init__(self) -> None:
         self.n = self.errors = self.squares = self.sums = 0.0
 
-    def add(self, p: Tensor, fit: Tensor, weight: Tensor | float = 1.0) -> None:
+    def add(self, p: Tensor, fit: Tensor, weight: Tensor) -> None:
         """p and its fit [.., T, width], weight [.., T] of the errors."""
         # In double precision, which the GPUs of Macs do not have.
-        p, fit, weight = (torch.as_tensor(given).cpu() for given in (p, fit, weight))
-        p = p.double()
+        p, fit, weight = (given.cpu().double() for given in (p, fit, weight))
         self.n += p[..., 0].numel()
         self.errors += ((p - fit).square().sum(-1) * weight).sum()
         self.squares += p.square().sum()

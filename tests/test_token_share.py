@@ -74,7 +74,7 @@ def test_the_share_does_not_depend_on_how_often_a_token_occurred():
         p = rows[ids] + torch.randn(len(ids), 64)
         fit.add(ids[None], torch.ones_like(p)[None], p[None])
         fresh = rows + torch.randn(300, 64)
-        explained.add(fresh, fit.rows(), n / (n + 1))
+        explained.add(fresh, fit.rows(), torch.full((300,), n / (n + 1)))
         assert abs(explained.share - 0.5) < 0.02
 
 
