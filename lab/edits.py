@@ -25,7 +25,8 @@ from tqdm import tqdm
 from common import UserError
 from corpora import countries
 from corpora.questions import mean, score_answers
-from lab.experiment import Experiment, Kinds, last_start, pick
+from corpora.recall import has_own_rows
+from lab.experiment import Experiment, Kinds, pick
 from lab.pictures import interval, markdown
 from lab.runs import row
 from model import Decoder
@@ -116,9 +117,10 @@ def answered_after_edit(
 def report_edits(model: Decoder, encoding: Encoding, _, most: int) -> dict:
     """The share of edits that succeed in a model, of `most` pairs of each sort, always the same: in
     `parts` by the sort of names, what is asked for and, of unequal lengths, their alignment, and in
-    `success` the mean of names of one token."""
-    check_editable(model)
+    `success` the mean of names of one token; None where rows do not belong to names."""
     parts = []
+    if not has_own_rows(model):
+        return {"success": None, "parts": parts}
     for relation in tqdm(RELATIONS, "editing", leave=False, disable=None):
         for sort, pairs in all_pairs(encoding, relation).items():
             part = {"names": sort, "asked for": relation}
@@ -149,11 +151,9 @@ def table_with_edits(experiment: Experiment, kinds: Kinds) -> str:
 def row_with_edits(experiment: Experiment, name: str, folders: list[Path]) -> dict[str, str]:
     """A row about runs of a kind; where rows belong to names, with the share of edits that succeed,
     for names of one token."""
-    group = [read_run(folder) for folder in folders]
-    cells = row(name, group)
-    start = last_start(group[0])
+    cells = row(name, [read_run(folder) for folder in folders])
     successes = []
-    if cells["capitals recalled"] and start["sizes"]["table"] and "ngram_rows" not in start["args"]:
+    if cells["capitals recalled"]:
         successes = [report["success"] for report in measure_edits(experiment, folders)]
     return {**cells, "edits that succeed": interval(".1%", successes)}
 
@@ -171,7 +171,9 @@ def table(reports: list[list[dict]]) -> str:
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    print(table([report_edits(*load_model(ckpt, device), MOST)["parts"]]))
+    model, *others = load_model(ckpt, device)
+    check_editable(model)
+    print(table([report_edits(model, *others, MOST)["parts"]]))
 
 
 def edits(experiment: Experiment) -> None:

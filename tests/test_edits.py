@@ -84,6 +84,12 @@ def test_a_model_of_other_text_is_refused():
         report_edits(made(other), other, {}, 1)
 
 
+def test_edits_of_rows_that_are_not_of_names_are_not_measured(encoding):
+    model = made(encoding)
+    model.addresses = lambda ids, n: ids.roll(1)[:, -n:]  # the token before
+    assert report_edits(model, encoding, {}, 1) == {"success": None, "parts": []}
+
+
 # --- one fact ---
 
 
