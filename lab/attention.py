@@ -54,9 +54,7 @@ def folder_of(experiment: Experiment, part: str) -> Path:
         return write_documents(experiment, part, 30_000, pairs)
     if part == "facts":
         return experiment.data_dir
-    folder = experiment.data_dir.with_name("moby-dick")
-    experiment.ensure_prepared(folder)
-    return folder
+    return experiment.novel
 
 
 def attention(experiment: Experiment) -> None:

@@ -76,10 +76,9 @@ def distinct_tokens(ids: np.ndarray, length: int) -> list[int]:
 
 def parameters_read(experiment: Experiment) -> None:
     """Table of the first measurement: on the novel; with --quick on --data_dir."""
-    folder, contexts = experiment.data_dir.with_name("moby-dick"), CONTEXTS
-    if experiment.quick:
-        folder, contexts = experiment.data_dir, [64, 256]
-    experiment.ensure_prepared(folder)
+    folder, contexts = experiment.data_dir, [64, 256]
+    if not experiment.quick:
+        folder, contexts = experiment.novel, CONTEXTS
     meta = read_meta(folder)
     ids = open_tokens(folder, "train", meta)
     costs = {}

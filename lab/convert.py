@@ -39,12 +39,11 @@ MODELS = {
 
 
 def convert(experiment: Experiment) -> None:
-    corpora = [experiment.data_dir, experiment.data_dir.with_name("moby-dick")]
-    names = tuple(MODELS)
-    if experiment.quick:
-        corpora, names = corpora[:1], ("dense", "converted")
+    corpora, names = [experiment.data_dir], ("dense", "converted")
+    if not experiment.quick:
+        corpora.append(experiment.novel)
+        names = tuple(MODELS)
     for data_dir in corpora:
-        experiment.ensure_prepared(data_dir)
         rows = []
         for (name, total), folders in train_models(experiment, data_dir, names).items():
             cells = row_with_edits(experiment, name, folders)

@@ -89,22 +89,27 @@ class Experiment:
             self.jobs = (os.cpu_count() or 1) if self.on.type == "cpu" else 1
         if self.quick:
             self.out_dir = self.out_dir / "quick"
-        self.ensure_prepared(self.data_dir)
+        self.prepared(self.data_dir)
 
     def clear(self) -> None:
         """Delete what was kept, for --fresh."""
         for name in ("runs", "converted", "figures"):
             shutil.rmtree(self.out_dir / name, ignore_errors=True)
 
-    def ensure_prepared(self, folder: Path) -> None:
-        """Prepare the corpus that a folder is named after, if it is missing and is one of ours."""
-        if (folder / "meta.json").exists():
-            return
-        if folder.name == "countries":
+    def prepared(self, folder: Path) -> Path:
+        """A folder with the corpus it is named after, made if it is missing and is one of ours."""
+        is_missing = not (folder / "meta.json").exists()
+        if is_missing and folder.name == "countries":
             write_corpus("countries", folder)
-        elif folder.name == "moby-dick":
+        elif is_missing and folder.name == "moby-dick":
             settings = prepare.Preparation(dataset="moby-dick", out_dir=folder)
             prepare.prepare_files(settings, [MOBY_DICK], "text")
+        return folder
+
+    @property
+    def novel(self) -> Path:
+        """The folder of Moby-Dick, beside --data_dir."""
+        return self.prepared(self.data_dir.with_name("moby-dick"))
 
     def need_countries(self) -> None:
         """UserError: a question is about facts of the countries, and --data_dir is not."""
