@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from common import UserError
-from lab.experiment import KINDS, Experiment, Flags, best_learning_rates, diverged
+from lab.experiment import KINDS, Experiment, Flags, Kinds, best_learning_rates, diverged
 from lab.ladder import dense_of_equal_costs
 from lab.pictures import draw_means, interval, markdown, plt
 from model import Decoder
@@ -55,24 +55,29 @@ def scale(experiment: Experiment) -> None:
     kinds[DRAWN] = {**KINDS["STEM, all"], "table_rate": 0.0}
     found: dict[str, Found] = {}  # by preset
     for preset, names, sizes in QUICK if experiment.quick else STAGES:
-        searched = {}
-        for million, name in product(sizes, names):
-            size = SIZES[million]
-            flags = {**kinds[name], "preset": preset}
-            searched[f"{name}, {size} M"] = with_size(experiment, flags, size)
-        best = best_learning_rates(experiment, searched)
-        wanted = {}
-        for million, name in product(sizes, names):
-            for seed in experiment.numbers[: sizes[million]]:
-                flags = with_size(experiment, best[f"{name}, {SIZES[million]} M"], million)
-                wanted[name, million, seed] = {**flags, "seed": seed}
-        trained = experiment.train(wanted).items()
+        of_preset = {name: {**kinds[name], "preset": preset} for name in names}
+        trained = experiment.train(at_best_rates(experiment, of_preset, sizes)).items()
         folders = {run: folder for run, (folder,) in trained if not diverged(folder)}
         measured = experiment.measure("scale", measure_model, folders.values())
-        of_preset = found.setdefault(preset, {})
+        runs = found.setdefault(preset, {})
         for (name, million, seed), figures in zip(folders, measured, strict=True):
-            of_preset.setdefault((name, million), {})[seed] = figures
-        report(experiment, preset, of_preset)
+            runs.setdefault((name, million), {})[seed] = figures
+        report(experiment, preset, runs)
+
+
+def at_best_rates(experiment: Experiment, kinds: Kinds, sizes: dict[float, int]) -> Kinds:
+    """The runs of a stage by kind, millions of tokens and seed, as flags."""
+    searched = {}
+    for million, name in product(sizes, kinds):
+        size = SIZES[million]
+        searched[f"{name}, {size} M"] = with_size(experiment, kinds[name], size)
+    best = best_learning_rates(experiment, searched)
+    wanted = {}
+    for million, name in product(sizes, kinds):
+        flags = with_size(experiment, best[f"{name}, {SIZES[million]} M"], million)
+        for seed in experiment.numbers[: sizes[million]]:
+            wanted[name, million, seed] = {**flags, "seed": seed}
+    return wanted
 
 
 def with_size(experiment: Experiment, flags: Flags, million: float) -> Flags:
@@ -89,20 +94,21 @@ def measure_model(model: Decoder, _, checkpoint: dict) -> dict:
     belongs to the rare, middle and frequent third of the vocabulary in the training text; of whole
     books held out, if there are some. And how many ids it has read fewer than FEW times."""
     args, n_id = checkpoint["args"], model.config.vocab_size
-    data = Data(args["data_dir"], "text", model.config.block_size, args["seed"], total=1)
+    length, n_token = model.config.block_size, args["eval_tokens"]
+    data = Data(args["data_dir"], "text", length, args["seed"], total=1)
     reads = torch.zeros(n_id, dtype=torch.int64)
     for step in range(args["max_iters"]):
         ids, _ = data.train.batch(step, args["batch_size"])
         reads += ids.flatten().bincount(minlength=n_id)
     rank = np.bincount(data.train.ids[::16], minlength=n_id).argsort(kind="stable").argsort()
     third = torch.from_numpy(rank * 3 // n_id)  # 0, 1, 2: of each id
-    loss, ids = token_losses(model, data, args["eval_tokens"])
+    loss, ids = token_losses(model, data, n_token)
     by_third = [loss[third[ids] == number].mean().item() for number in range(3)]
     figures = {"losses": [loss.mean().item(), *by_third], "few": int((reads < FEW).sum())}
     books = Path(args["data_dir"], "held_out")  # of prepare.py --hold_out_files
     if books.exists():
-        data = Data(str(books), "text", model.config.block_size, 0, total=0)
-        figures["books"] = token_losses(model, data, args["eval_tokens"])[0].mean().item()
+        loss, _ = token_losses(model, Data(str(books), "text", length, 0, total=0), n_token)
+        figures["books"] = loss.mean().item()
     return figures
 
 
