@@ -79,9 +79,9 @@ class Experiment:
     def __post_init__(self) -> None:
         check_ranges(self)
         numbers = (self.seeds or ("1337" if self.quick else "1337,1,2")).split(",")
-        if not all(number.isdecimal() for number in numbers):
-            raise UserError(f"--seeds {self.seeds}: give numbers, as 1337,1,2")
-        self.numbers = [int(number) for number in numbers]
+        self.numbers = [int(number) for number in numbers if number.isdecimal()]
+        if len(set(self.numbers)) < len(numbers):  # a run counts once
+            raise UserError(f"--seeds {self.seeds}: give different numbers, as 1337,1,2")
         if SEARCHED in self.numbers:
             raise UserError(f"--seeds {self.seeds}: {SEARCHED} finds learning rates, give others")
         self.on = pick_device(self.device)

@@ -14,7 +14,7 @@ from lab.pictures import interval, markdown, plt
 from training.records import read_run
 
 REACH = 10  # steps before and after that a spike stands out of
-COMPARED = {**pick("dense", "STEM, all", "moe"), **HASH_LAYERS}
+COMPARED = {**pick("dense", "STEM, all"), "moe": {"ffn": "moe"}, **HASH_LAYERS}
 RATES = (3e-3, 1e-2, 3e-2)
 STEPS = 250
 

@@ -143,7 +143,8 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
 
 def test_what_an_analysis_refuses(data, tmp_path):
     line = ("lab/analyze.py costs", "--quick", "--data_dir", data, "--out_dir", tmp_path)
-    assert "give numbers, as 1337" in refused(*line, "--seeds", "1,x")
+    for seeds in ("1,x", "1,01"):
+        assert "give different numbers, as 1337" in refused(*line, "--seeds", seeds)
     assert "5 finds learning rates" in refused(*line, "--seeds", "1,2,3,4,5")
     assert "runs takes folders" in refused("lab/analyze.py costs a.pt", cwd=tmp_path)
     with locked(tmp_path / "quick"):
