@@ -207,36 +207,33 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
     experiment, tmp_path, monkeypatch
 ):
     """Also one that it imports, by whatever statement."""
-    source = "import model\n\n\nclass Decoder(model.Decoder):\n    pass\n"
-    attention = "import model\n\n\nclass Attention(model.Attention):\n    pass\n"
-    add_relative(monkeypatch, tmp_path, "inner", source)
-    paths = {"inner": tmp_path / "inner.py"}
-    for name, statement in (
-        ("first", "from relatives import inner"),
-        ("second", "from relatives.first import model"),
-        ("third", "import relatives.inner"),
-    ):
-        paths[name] = tmp_path / f"{name}.py"
-        paths[name].write_text(f"{statement}\n{source}")
-        sys.modules.pop(f"relatives.{name}", None)
-    (tmp_path / "near.py").write_text(attention)
+    begun = "import model\n\n\nclass {0}(model.{0}):\n    pass\n"
+    files = {
+        "inner": begun.format("Decoder"),
+        "first": "from relatives import inner\n" + begun.format("Decoder"),
+        "second": "from relatives.first import model\n" + begun.format("Decoder"),
+        "third": "import relatives.inner\n" + begun.format("Decoder"),
+        "near": begun.format("Attention"),
+    }
+    for name, source in files.items():
+        add_relative(monkeypatch, tmp_path, name, source)
 
     def folders() -> dict[str, Path]:
-        kinds = {name: {"ffn": name} for name in ("dense", *paths)}
+        kinds = {name: {"ffn": name} for name in ("dense", "inner", "first", "second", "third")}
         kinds["near"] = {"ffn": "dense", "attention": "full,near:3"}
         return {name: experiment.folder({"seed": 1, **flags}) for name, flags in kinds.items()}
 
-    def changed(name: str) -> set[str]:
+    for name, expected in (
+        ("inner", {"inner", "first", "second", "third"}),
+        ("second", {"second"}),
+        ("near", {"near"}),
+    ):
         before = folders()
         assert before == folders()
         with open(tmp_path / f"{name}.py", "a") as file:
             file.write("# changed\n")
         after = folders()
-        return {kind for kind in before if before[kind] != after[kind]}
-
-    assert changed("inner") == {"inner", "first", "second", "third"}
-    assert changed("second") == {"second"}
-    assert changed("near") == {"near"}
+        assert {kind for kind in before if before[kind] != after[kind]} == expected
 
 
 ENDS = """

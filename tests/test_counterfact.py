@@ -63,27 +63,20 @@ def at_names(model: Decoder, layer: int, requests: list[Request], part: str) -> 
 
 
 @pytest.mark.parametrize("ffn", ["stem", "dense"])
-def test_rome_gives_the_edited_key_the_edited_value(ffn, monkeypatch):
+@pytest.mark.parametrize(
+    ("method", "part", "n", "how"),
+    [("rome", "value", 1, {"rank": 0}), ("memit", "state", 4, {"n_layer": 2, "weight": 1e-9})],
+)
+def test_names_get_the_wanted_values_or_states(ffn, method, part, n, how, monkeypatch):
     editor = an_editor(ffn)
-    (request,) = asked(1)
-    wanted = torch.randn(1, 16)
+    if method == "memit":
+        editor.prefixes = []  # where several texts give a key, its mean is edited
+    requests = asked(n)
+    wanted = torch.randn(n, 16)
     monkeypatch.setattr(Editor, "wanted_changes", lambda *_, **how: wanted)
-    before = at_names(editor.model, 1, [request], "value")
-    editor.rome([request], rank=0, limit=1, rate=0.5)
-    after = at_names(editor.model, 1, [request], "value")
-    torch.testing.assert_close(after, before + wanted, atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("ffn", ["stem", "dense"])
-def test_memit_gives_all_names_the_wanted_states(ffn, monkeypatch):
-    editor = an_editor(ffn)
-    editor.prefixes = []  # where several texts give a key, its mean is edited
-    requests = asked(4)
-    wanted = torch.randn(4, 16)
-    monkeypatch.setattr(Editor, "wanted_changes", lambda *_, **how: wanted)
-    before = at_names(editor.model, 1, requests, "state")
-    editor.memit(requests, n_layer=2, weight=1e-9, limit=1, rate=0.5)
-    after = at_names(editor.model, 1, requests, "state")
+    before = at_names(editor.model, 1, requests, part)
+    getattr(editor, method)(requests, limit=1, rate=0.5, **how)
+    after = at_names(editor.model, 1, requests, part)
     torch.testing.assert_close(after, before + wanted, atol=1e-4, rtol=0)
 
 
