@@ -96,10 +96,10 @@ class Bench:
 
     def model(self, **flags) -> ModelConfig:
         """The shape that was asked for, with other flags."""
-        own = {f.name: getattr(self, f.name) for f in fields(ModelConfig) if hasattr(self, f.name)}
-        preset = PRESETS[self.preset] if self.preset else {}
-        shape = {f.name: preset[f.name] for f in fields(ModelConfig) if f.name in preset}
-        return ModelConfig(**{**own, **shape, **flags})
+        every = {**vars(self), **PRESETS.get(self.preset, {}), **flags}
+        return ModelConfig(
+            **{f.name: every[f.name] for f in fields(ModelConfig) if f.name in every}
+        )
 
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
