@@ -84,7 +84,11 @@ def main() -> None:
     if question is None:
         parser.error(f"which question? {', '.join(names)}")
     plot = flags.pop("plot") or Path("out", f"{question}.png")
-    text = flags.pop("tokens"), flags.pop("block_size")
+    if plot.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {plot}: name a .png, .svg or .pdf file")
+    n_token, block_size = flags.pop("tokens"), flags.pop("block_size")
+    if n_token < 1:
+        raise UserError(f"--tokens {n_token}: give 1 or more")
     paths = [Path(path) for path in given]
     device = pick_device(flags.get("device", Experiment.device))
 
@@ -92,7 +96,7 @@ def main() -> None:
         runs(paths, plot)
     elif question == "token_share" and paths:
         data_dir = str(flags.get("data_dir", Experiment.data_dir))
-        token_share(paths, data_dir, *text, device, plot)
+        token_share(paths, data_dir, n_token, block_size, device, plot)
     elif question == "edits" and paths:
         for path in paths:
             measure_checkpoint(path, device)

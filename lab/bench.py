@@ -322,6 +322,8 @@ def bench_offload(bench: Bench) -> Rows:
 def sparse_tables(bench: Bench, folder: Path, n_table: int, _: int, width: int) -> Tables:
     """Tables of --table_gib, whatever the vocabulary, in files that take no room."""
     n_row = int(bench.table_gib * 2**30) // (n_table * width * 4)
+    if not n_row:
+        raise UserError(f"--table_gib {bench.table_gib:g}: less than a row of each table")
     shape = (n_row, n_table, width)
     folder.mkdir()
     with open(folder / "rows", "wb") as file:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from common import UserError
 from lab.experiment import Run, last_eval, last_start
 from lab.pictures import MEANING, draw_means, interval, markdown, plt, save_figure
 from lab.stability import spike_rate
@@ -23,8 +22,6 @@ SHARED = {setting.name for kind in (Settings, ModelConfig) for setting in fields
 
 def runs(folders: list[Path], out: Path) -> None:
     """Print a table of runs that exist, and draw their validation losses."""
-    if out.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {out}: name a .png, .svg or .pdf file")
     groups = grouped(folders)
     print(markdown([row(name, group) for name, group in groups.items()]))
     starts = [last_start(run) for group in groups.values() for run in group]

@@ -51,7 +51,15 @@ def test_all_that_a_gpu_measures(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flag", ["--rounds 0", "--n_head 5", "--dir gone", "--part 1", "--n_embd 64 --preset prose"]
+    "flag",
+    [
+        "--rounds 0",
+        "--n_head 5",
+        "--dir gone",
+        "--part 1",
+        "--n_embd 64 --preset prose",
+        "--table_gib 1e-9",
+    ],
 )
 def test_bad_flags_are_one_clear_line(tmp_path, flag):
     assert flag.split()[0][2:] in refused(f"lab/bench.py offload --device cpu {flag}", cwd=tmp_path)
