@@ -3,6 +3,20 @@ is a function of an `Experiment`, which prints tables and may draw <out_dir>/<qu
 
 A run is found again by its settings, its data and its kind's files in relatives/, a figure by its
 run. After any other change of the code, --fresh begins anew.
+
+A question of one's own names kinds, as flags of train.py. It takes what `train` leaves of each, a
+folder for each seed, to a row of a table:
+
+    def heads(experiment: Experiment) -> None:
+        kinds = {f"{n} heads": {**KINDS["STEM, all"], "n_head": n} for n in (1, 2, 4)}
+        rows = []
+        for name, folders in experiment.train(best_learning_rates(experiment, kinds)).items():
+            losses = [last_eval(read_run(folder))["val_loss"] for folder in folders]
+            rows.append({"kind": name, "val loss": interval(".3f", losses)})
+        print(markdown(rows))
+
+`lab.edits.table_with_edits` makes such a table with all that is known of runs. What the records of
+a run do not say, a function that `measure` calls with each model finds out.
 """
 
 import hashlib
