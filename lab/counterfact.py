@@ -214,7 +214,8 @@ class Bench:
     """A model, its records, and what it was before all edits."""
 
     def __init__(self, run: Path, data_dir: Path) -> None:
-        self.model, self.encoding, checkpoint = load_model(run, torch.device("cpu"))
+        path = run / "ckpt.pt"  # not its best.pt
+        self.model, self.encoding, checkpoint = load_model(path, torch.device("cpu"))
         self.fresh = {name: weight.clone() for name, weight in self.model.state_dict().items()}
         self.records, self.apart = records(checkpoint["args"]["seed"])
         meta = read_meta(data_dir)

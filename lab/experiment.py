@@ -192,13 +192,14 @@ class Experiment:
 
     def measure(self, name: str, function: Callable, folders: Iterable[Path], *arguments) -> list:
         """What `function(model, encoding, checkpoint, *arguments)` returns about each run's model,
-        as `load_model` opens it. It is kept in a file of <out_dir>/figures/<name>, for the next
+        as its last step left it. It is kept in a file of <out_dir>/figures/<name>, for the next
         time."""
         figures = []
         for folder in tqdm(folders, name, leave=None):
             path = self.out_dir / "figures" / name / f"{folder.name}.json"
             if not path.exists():
-                figure = function(*load_model(folder, self.on), *arguments)
+                loaded = load_model(folder / "ckpt.pt", self.on)  # not its best.pt
+                figure = function(*loaded, *arguments)
                 with atomic(path) as temporary:
                     temporary.write_text(json.dumps(figure))
             figures.append(json.loads(path.read_text()))
