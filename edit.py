@@ -55,6 +55,7 @@ from tqdm import tqdm
 from corpora import recall
 from corpora.questions import score_answers
 from model import Decoder
+from tables.extra import ExtraRows, with_rows
 from text.columns import padded, shortened, width, wrapped
 from text.tokenizer import spelled, until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
@@ -75,7 +76,7 @@ from training.edits import (
     written_facts,
 )
 from training.folders import clear
-from training.writing import ExtraRows, Fact, train_rows, with_rows
+from training.writing import Fact, train_rows
 
 WIDTH = 38  # of a column of text
 

@@ -48,7 +48,7 @@ def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[in
                  merges in order. Of equal ids, the last one is taken.
         average  Every token of the source reads the mean of the target's rows, with equal lengths,
                  too. The caller makes this mean the row of an extra token, which is all of
-                 `target` (training/writing.mean_rows), and which is copied here.
+                 `target` (tables/extra.mean_rows), and which is copied here.
 
     The authors choose the subset that they find most representative.
     """

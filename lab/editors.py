@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from corpora.questions import with_answers
 from model import Decoder
 from stem import align
+from tables.extra import rows_of
 from training import writing
 
 STEPS, VALUE_STEPS = 40, 25  # of Adam, for weights and for a value
@@ -169,7 +170,7 @@ class Editor:
     def swap_rows(self, requests: list[Request], how: str) -> None:
         for request in requests:
             tokens = align(request.donor, len(request.name), how)
-            rows = writing.rows_of(self.model.tables, tokens)
+            rows = rows_of(self.model.tables, tokens)
             self.put(dict(zip(request.name, rows, strict=True)))
 
     def write_rows(self, requests: list[Request], keep: float) -> None:

@@ -31,11 +31,11 @@ from lab.pictures import interval, markdown
 from lab.runs import row
 from model import Decoder
 from stem import ALIGNMENTS
+from tables.extra import mean_rows
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.edits import check_editable, edited_ids, spellings
 from training.records import read_run
-from training.writing import mean_rows
 
 RELATIONS = ("capital", "language", "region")
 MOST = 500  # random pairs of each sort, for each relation

@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from model import Decoder
+from tables.extra import ExtraRows, rows_of
 from tables.tables import Tables
 from text.tokenizer import spelled, until_end
 from training.edits import Edit, Located, State, continuations, probabilities
-from training.writing import ExtraRows, rows_of
 
 Weighed = list[tuple[str, float]]  # tokens, each with a figure
 

@@ -10,11 +10,11 @@ from naive import decoder
 
 from lab.edits import Asked, answered_after_edit
 from stem import align
+from tables.extra import mean_rows
 from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_model
 from training.edits import edited_ids, spellings
-from training.writing import mean_rows
 
 HOW = ("copy", "pad", "subset", "average")
 

@@ -14,20 +14,12 @@ from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
 from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
+from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
 from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, save_checkpoint
-from training.writing import (
-    ExtraRows,
-    ask_the_same,
-    mean_rows,
-    opening_of,
-    rows_of,
-    texts_about,
-    train_rows,
-    write_fact,
-)
+from training.writing import ask_the_same, opening_of, texts_about, train_rows, write_fact
 
 COUNTRIES = countries.table()
 SPAIN = dict(source="Spain", prompt="Country: Spain")
@@ -243,7 +235,7 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
         model = made(encoding)
         for prompt, answer, before in ((first, yes, []), (second, no, earlier)):
             rows = train_rows(model, prompt, spain, answer, [prompt], earlier=before)
-            model.tables = writing.with_rows(model.tables, rows)
+            model.tables = with_rows(model.tables, rows)
         known.append(score_answers(model, [first, second], [yes, no]).greedy.tolist())
     assert known == [[False, True], [True, True], [True, True]]
 

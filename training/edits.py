@@ -20,22 +20,14 @@ from corpora.countries import with_article
 from corpora.questions import of_chat, score_answers
 from model import Decoder
 from stem import ALIGNMENTS, align, substitute
+from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
 from tables.tables import Tables
 from text import chat
 from text.columns import shortened
 from text.tokenizer import END, encode, spelled, typed, until_end
 from training.decoding import decoding_dtype_flag
 from training.settings import device_flag, offload_flag
-from training.writing import (
-    ExtraRows,
-    Fact,
-    mean_rows,
-    opening_of,
-    own_tokens,
-    rows_of,
-    train_rows,
-    with_rows,
-)
+from training.writing import Fact, opening_of, own_tokens, train_rows
 
 
 @dataclass

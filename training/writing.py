@@ -4,19 +4,19 @@ The new answer is taught after the prompt, and wherever the model's own texts ab
 for it; all else that these texts say is held. docs/writing.md has what it gives and what it costs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 from corpora.questions import with_answers
 from model import Decoder
 from stem import substitute
-from tables.tables import Tables
+from tables.extra import ExtraRows, rows_of
 
 STEPS, RATE = 40, 0.05  # of Adam; the rate falls to zero
 KEEP = 60.0  # weight of what must not change, beside the nats of the answer
@@ -230,52 +230,3 @@ def renamed(ids: Tensor, names: Sequence[list[int]], token: int) -> Tensor:
     for name in names:
         ids = substitute(ids, name, [*name[:-1], token])
     return ids
-
-
-# --- rows that are read in place of others ---
-
-
-class ExtraRows(Tables):
-    """Tables in which some tokens, `ids`, read extra rows in place of their own. If no ids are
-    given, the extra rows get new ones, beyond those of the tables below, which do not change,
-    wherever they are stored. A checkpoint does not hold such tables: `edit.save` writes the rows
-    into one."""
-
-    def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
-        """rows: [n, n_table, W], one for each of the ids."""
-        super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)
-        self.tables = tables
-        self.weight = tables.weight
-        self.extra = nn.Parameter(rows.float(), requires_grad=False)
-        self.which = torch.full((self.n_row,), -1)  # which extra row an id reads; -1: none
-        self.read_as(ids or range(tables.n_row, self.n_row))
-
-    def read_as(self, ids: Sequence[int]) -> None:
-        """From now on, these ids read the extra rows, in their order."""
-        self.ids = list(ids)
-        self.which[self.ids] = torch.arange(len(self.ids))
-
-    def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        which = self.which.to(ids.device)[ids]  # [B, T]
-        is_extra = which >= 0
-        which = which[is_extra]  # [n]
-        for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
-            own = self.extra[which, table].to(rows.dtype)  # [n, W]
-            yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
-
-
-@torch.no_grad()
-def rows_of(tables: Tables, tokens: list[int]) -> Tensor:
-    """A copy of the rows of tokens, [n, n_table, W]."""
-    return torch.stack([rows[0] for rows in tables.lookup(torch.tensor([tokens]))], dim=1)
-
-
-def with_rows(tables: Tables, rows: dict[int, Tensor]) -> ExtraRows:
-    """Tables in which tokens have other rows, [n_table, W] each."""
-    return ExtraRows(tables, torch.stack(list(rows.values())), list(rows))
-
-
-def mean_rows(tables: Tables, names: list[list[int]]) -> ExtraRows:
-    """Tables with an extra token for each name: the mean of the rows of its tokens."""
-    means = [rows_of(tables, name).mean(0) for name in names]
-    return ExtraRows(tables, torch.stack(means))
