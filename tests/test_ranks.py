@@ -13,6 +13,7 @@ from conftest import (
     RUN,
     SHAPE,
     PowerCut,
+    add_relative,
     checkpoint,
     cut_in_step,
     shorten,
@@ -30,6 +31,32 @@ from training.records import read_run
 TOLERANCE = 1e-5  # a mean over a row is a sum over ranks, in another order
 # Of the 5 rows to evaluate, the last one is read while one of two ranks has none.
 RUN = dict(RUN, max_iters=6, eval_interval=3, eval_tokens=5 * 32)
+
+# Experts that few tokens choose: of one rank none, and of the other none or some.
+EXPERTS = """
+from torch import nn
+
+import model
+
+
+class FFN(model.SwiGLU):
+    def __init__(self, config):
+        super().__init__(config.n_embd, config.d_ff)
+        self.experts = nn.ModuleList(model.SwiGLU(config.n_embd, 8) for _ in range(4))
+
+    def forward(self, x, rows):
+        y = super().forward(x, None)
+        for channel, expert in enumerate(self.experts):
+            chosen = x[..., channel] > 2.5
+            if chosen.any():
+                y[chosen] = y[chosen] + expert(x[chosen], None)
+        return y
+
+
+class Decoder(model.Decoder):
+    def make_block(self, layer):
+        return model.Block(self.config, layer, model.LinearQKV(self.config), FFN(self.config))
+"""
 
 
 def train_all(jobs: list[dict], folder: Path) -> None:
@@ -85,10 +112,11 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):
+def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, monkeypatch):
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped.
     At the end a rank dies, and with it the other, whose checkpoint stays."""
+    add_relative(monkeypatch, tmp_path, "experts", EXPERTS)
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
     text = dict(base, **SHAPE, data_dir=str(data))
     sft = dict(base, init_from=str(stem_ckpt), data_dir=str(chat), stage="sft")
@@ -96,6 +124,7 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path):
         dict(text, out_dir="stem"),
         dict(text, out_dir="embformer", ffn="embformer"),
         dict(text, out_dir="disk", offload="disk", stem_layers="all"),
+        dict(text, out_dir="experts", ffn="experts"),
         dict(sft, out_dir="sft"),
         dict(sft, out_dir="dpo", stage="dpo", data_dir=str(pairs), learning_rate=1e-3),
     ]

@@ -126,8 +126,8 @@ class Optimizer:
         """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
         gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
+        ranks.add_up_gradients(self.params)
         grads = [p.grad for p in self.params if p.grad is not None]
-        ranks.add_up(*grads)
         row_grads = []
         for rmsprop in self.rmsprops.values():
             row_grads += rmsprop.tables.gradients()[1]

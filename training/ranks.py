@@ -73,6 +73,20 @@ def wait(number: int = 0) -> int:
     return int(total)
 
 
+def add_up_gradients(parameters: list[Tensor]) -> None:
+    """Sum the gradients of parameters over the ranks. Some may have one in a few ranks alone, as
+    those of an expert that no token of the others has chosen: there, it is zero."""
+    if size == 1:
+        return
+    n_rank = torch.tensor([float(p.grad is not None) for p in parameters])
+    add_up(n_rank)  # on CPUs, so that no GPU waits
+    used = [p for p, n in zip(parameters, n_rank.tolist(), strict=True) if n]
+    for p in used:
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    add_up(*(p.grad for p in used))
+
+
 # --- tables, of which each rank has columns ---
 
 
