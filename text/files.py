@@ -264,7 +264,7 @@ def without_front(
     rules = [at for at, text in enumerate(texts) if re.fullmatch(RULE, text)]
     end = 0
     if rules[:1] == [0]:
-        if len(rules) > 1 and re.match(rf"{FIELD}|{RULE}", texts[1]):
+        if len(rules) > 1 and (rules[1] == 1 or re.match(FIELD, texts[1])):
             end = rules[1] + 1
     elif rules and all(re.match("#|$", text) for text in texts[: rules[0]]):
         end = rules[0] + 1
