@@ -7,11 +7,12 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 from collections import Counter
 
 import pytest
-from conftest import command, flags, refused, write_jsonl
+from conftest import command, refused, write_jsonl
 
 from common import UserError
 from text import documents, files
@@ -185,39 +186,46 @@ def test_of_markdown_the_text_is_read(tmp_path, text, plain):
     assert notes[files.NO_MARKS] == len(text) - len(plain)
 
 
-def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, trained):
-    """Which ones, their names decide, wherever the folder lies."""
+def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, stem_ckpt):
+    """Which ones, their names decide, wherever the folder lies. Copies of them are trained on, and
+    counted."""
+    names = [*map(str, range(20)), os.fsdecode("文集".encode("gbk"))]  # the last is no UTF-8
     (tmp_path / "books").mkdir()
-    for book in range(20):
+    for book, name in enumerate(names):
         texts = [{"text": f"Anna {book} sees {page} at the river."} for page in range(30)]
-        write_jsonl(tmp_path / f"books/{book}.jsonl", texts)
+        write_jsonl(tmp_path / f"books/{name}.jsonl", texts)
     shutil.copytree(tmp_path / "books", tmp_path / "elsewhere/of mine")
 
-    def books(folder, split) -> set[str]:
+    def books(folder, split) -> Counter[int]:
         meta = read_meta(folder)
         text = read_tokenizer(folder, meta).decode(open_tokens(folder, split, meta).tolist())
         assert text.count("Anna") == meta[split]["documents"]
-        return set(re.findall(r"Anna (\d+)", text))
+        return Counter(map(int, re.findall(r"Anna (\d+)", text)))
 
     seen = []
     for name, out in (("books", "a"), ("elsewhere/of mine", "out e")):
         line = ["prepare.py --hold_out_files 0.2 --input", name, "--out_dir", out, "--tokenizer"]
         said = command(*line, data, cwd=tmp_path).stdout
         held = tmp_path / out / "held_out"
-        aside = books(held, "val")
-        assert books(held, "train") <= aside and 1 <= len(aside) < 10
-        assert books(held.parent, "train") == {*map(str, range(20))} - aside
-        assert not aside & books(held.parent, "val")
+        aside = books(held, "val").keys()
+        assert books(held, "train").keys() <= aside and 1 <= len(aside) < 10
+        assert books(held.parent, "train").keys() == {*range(len(names))} - aside
+        assert not aside & books(held.parent, "val").keys()
         assert read_meta(held)["val"]["documents"] == 30 * len(aside)
-        assert read_meta(held)["sources"] == sorted(f"{book}.jsonl" for book in aside)
+        assert read_meta(held)["sources"] == sorted(f"{names[book]}.jsonl" for book in aside)
         seen.append(aside)
     assert seen[0] == seen[1]
-    assert "out e/held_out/val.bin" in said
-    both = next(line for line in said.splitlines() if line.startswith("both losses"))
-    assert "--eval_only" in both and "'out e,out e/held_out'" in both
-    words = flags(data_dir="out e,out e/held_out", init_from=trained["stem"] / "ckpt.pt")
-    said = command("train.py --eval_only", *words, cwd=tmp_path).stdout
+    assert "out e/held_out/val.bin" in said and "are trained on" not in said
+    both = shlex.split(said.split("both losses: python ")[1])
+    said = command("train.py", *both[1:], "--init_from", stem_ckpt, cwd=tmp_path).stdout
     assert "out e/held_out" in said
+
+    name = read_meta(held)["sources"][0]
+    shutil.copy(tmp_path / "books" / name, tmp_path / "books/again.jsonl")
+    line = ["prepare.py --hold_out_files 0.2 --input books --out_dir c --tokenizer", data]
+    said = command(*line, cwd=tmp_path).stdout
+    n = books(tmp_path / "c", "train")[names.index(name.removesuffix(".jsonl"))]
+    assert n and f"note: {n} copies of documents of held_out/val.bin are trained on" in said
 
     one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
     assert "two files or more" in refused(*one, cwd=tmp_path)
