@@ -1,7 +1,6 @@
 """Commands on Windows, which neither replaces nor deletes what is mapped into memory."""
 
 import errno
-import io
 import math
 import os
 import runpy
@@ -93,19 +92,6 @@ def test_a_run_that_resumes_lets_go_of_the_file(out, monkeypatch):
 
     monkeypatch.setattr(train, "fit", checked)
     resume(out, max_iters=13)
-
-
-def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
-    class Gone(io.StringIO):
-        def write(self, text: str) -> int:
-            raise OSError(errno.EINVAL, "Invalid argument")
-
-        fileno = os.dup(1).__int__  # of which `run` makes a file that takes all
-
-    with pytest.raises(SystemExit) as ended:
-        monkeypatch.setattr(sys, "stdout", Gone())
-        common.run(lambda: print("x"))
-    assert ended.value.code == 1
 
 
 def test_tables_for_which_there_is_no_memory_are_one_line(monkeypatch):
