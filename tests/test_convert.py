@@ -418,6 +418,8 @@ def test_damaged_files_are_one_line(tmp_path, name):
     for damaged in (b"", raw[:6], raw[: len(raw) - 60], b"[1, 2]", b"\xff" * 99):
         (tmp_path / name).write_bytes(damaged)
         refuses(tmp_path, f"{name} is damaged")
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\n")
+    refuses(tmp_path, f"{name} is only a pointer of Git LFS.*git lfs pull")
 
 
 def test_settings_that_are_not_in_a_config_are_those_of_transformers(tmp_path):

@@ -50,17 +50,17 @@ def test_pairs_that_are_the_same_where_they_are_cut_are_left_out_and_counted(
 
     early = long("Anna" + end, "Björn" + end)  # differ where nothing is kept
     late = long("Anna" + end, "Anna" + end + ".")
-    both = [early, late, early, long("Anna.", "Björn."), early, long("Anna" + end, "Björn.")]
+    both = [early, late, early, long("Anna.", "Björn."), long("Anna" + end, "Björn.")]
     split = [("train", pair) for pair in both] + [("val", late), ("val", early)]
     write_dataset(tmp_path / "a", split, encoding, "preference", corpus="files")
     source = Data(str(tmp_path / "a"), "preference", 32, 0, 1).train
-    assert (source.n_sequence, source.n_same) == (3, 3)
+    assert (source.n_sequence, source.n_same) == (3, 2)
     _, targets = source.pairs(range(3))
     assert not any(torch.equal(*pair) for pair in targets)
     assert "Anna.<|im_end|>" in encoding.decode(targets[1, 0][targets[1, 0] >= 0].tolist())
     line = "train.py --stage dpo --max_iters 1 --init_from"
     said = command(line, stem_ckpt, *flags(data_dir="a", out_dir="b"), cwd=tmp_path)
-    assert "4 pairs are left out: cut to --block_size, their answers are the same" in said.stdout
+    assert "3 pairs are left out: cut to --block_size, their answers are the same" in said.stdout
 
     write_dataset(
         tmp_path / "c", [split[0], ("val", early)], encoding, "preference", corpus="files"
