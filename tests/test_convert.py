@@ -234,19 +234,16 @@ def test_texts_spell_added_tokens_that_are_not_special(tmp_path):
         assert encoding.decode(ids) == text
 
 
-def test_a_normalizer_that_is_left_out_is_named(tmp_path, capsys):
-    save(tmp_path, words=bpe() | {"normalizer": {"type": "NFC"}})
-    _, encoding = convert.read_folder(tmp_path)
-    assert "tokenizer.json has a normalizer" in capsys.readouterr().err
-    assert encoding.decode(encoding.encode_ordinary("e\u0301")) == "e\u0301"
-
-
-def test_an_end_of_texts_that_is_not_ours_is_named(tmp_path, capsys):
-    words = bpe(special=[*SPECIAL, "<|eot|>"])
+def test_what_is_done_otherwise_is_named(tmp_path, capsys):
+    """A normalizer is left out, and texts end otherwise."""
+    words = bpe(special=[*SPECIAL, "<|eot|>"]) | {"normalizer": {"type": "NFC"}}
     for ends, other in ((3, True), ([0, 3], False), (None, False)):
         save(tmp_path, CONFIG | {"bos_token_id": 0, "eos_token_id": ends}, words)
-        convert.read_folder(tmp_path)
-        assert ("texts with <|eot|>: sampling" in capsys.readouterr().err) == other
+        _, encoding = convert.read_folder(tmp_path)
+        said = capsys.readouterr().err
+        assert "tokenizer.json has a normalizer" in said
+        assert ("texts with <|eot|>: sampling" in said) == other
+    assert encoding.decode(encoding.encode_ordinary("e\u0301")) == "e\u0301"
 
 
 def test_the_command_that_is_printed_makes_a_model_that_goes_on(tmp_path, story):

@@ -323,7 +323,8 @@ def test_conversations_that_call_tools_are_left_out(tmp_path, data):
     line = f"prepare.py --tokenizer {data} --out_dir out --input"
     said = command(f"{line} some.jsonl", cwd=tmp_path).stdout
     assert "note: 4 conversations that call tools are left out" in said
-    assert sum(len(stored(tmp_path / "out", split)) for split in ("train", "val")) == 9
+    meta = read_meta(tmp_path / "out")
+    assert meta["train"]["documents"] + meta["val"]["documents"] == 9
     said = refused(f"{line} none.jsonl --overwrite", cwd=tmp_path)
     assert "0 of 0 documents (conversations that call tools are left out)" in said
 
@@ -337,14 +338,14 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
     ("line", "document", "ignored"),
     [
         (
-            b'{"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": '
+            b'{"conversations": [{"from": "human", "value": "Hi?"}, {"from": "GPT", "value": '
             b'"Ho."}]}',
             TOLD,
             "",
         ),
         (
-            b'{"messages": [{"role": "User", "content": [{"type": "text", "text": "Hi?"}]}, '
-            b'{"role": "Assistant", "content": "Ho.", "weight": 1, "train": false}]}',
+            b'{"messages": [{"role": "USER ", "content": [{"type": "text", "text": "Hi?"}]}, '
+            b'{"role": " Assistant\\n", "content": "Ho.", "weight": 1, "train": false}]}',
             TOLD,
             "train",
         ),
@@ -366,11 +367,6 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
         (b'{"instruction": "Hi?", "text": "Ho.", "id": 1}', "Ho.", "instruction"),
         # A list has a line break between parts, unless a blank is there.
         ({"text": ["One", ["two ", "three"], "", {"text": "4"}]}, "One\ntwo three\n4", ""),
-        (
-            {"messages": [says("user", ["Hi", {"type": "text", "text": "you?"}]), ANSWERED]},
-            [says("user", "Hi\nyou?"), ANSWERED],
-            "",
-        ),
         # Rows of tables for several forms: what is empty decides nothing.
         ({"chosen": [], "rejected": None, "text": " ", "messages": TOLD, "input": ""}, TOLD, ""),
         (
@@ -414,14 +410,9 @@ def test_other_programs_forms_are_read_and_what_is_ignored_is_named(
     }
 
 
-def test_roles_are_known_in_any_spelling_and_others_are_named(tmp_path, encoding, capsys):
-    talk = [ASKED, says(" Assistant\n", "Ho."), says("USER ", "Hi?"), says("GPT", "No.")]
-    records = [{"messages": [*talk, says(f"Anna {n}", "No.")]} for n in range(60)]
-    path = write_jsonl(tmp_path / "a.jsonl", records)
-    for n, document in enumerate(documents.read([path], documents.Report(0))):
-        roles = [message["role"] for message in document]
-        assert roles == ["user", "assistant", "user", "assistant", f"anna {n}"]
-    from_files(tmp_path / "out", path, encoding, "chat")
+def test_roles_that_are_not_known_are_named(tmp_path, encoding, capsys):
+    records = [{"messages": [*TOLD, says(f"Anna {n}", "No.")]} for n in range(60)]
+    from_files(tmp_path / "out", write_jsonl(tmp_path / "a.jsonl", records), encoding, "chat")
     said = capsys.readouterr().out
     assert said.count("note: 1 messages have the role 'anna ") == 20
     assert said.count("which is not learned") == 20 and "note: 40 other notes" in said
@@ -533,6 +524,4 @@ def test_another_data_set_is_replaced_only_if_asked_and_half_of_ours_always(
     command(line, out, "--overwrite")
     assert contents(out).keys() == before.keys() and contents(out) != before
     (out / "meta.json").unlink()  # as of nanoGPT, which has a train.bin, too
-    before = contents(out)
     assert f"{out} has a tokenizer.json already" in refused(line, out)
-    assert contents(out) == before

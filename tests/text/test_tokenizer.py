@@ -194,6 +194,7 @@ def test_fingerprints_are_equal_if_every_token_has_the_same_id(encoding):
         return tokenizer.fingerprint(tokenizer.loads(json.dumps(data | parts)))
 
     mark = tokenizer.fingerprint(encoding)
+    assert regex.fullmatch("[0-9a-f]{16}", mark)
     for same in (
         dict(name="another"),
         dict(ranks=ranks[::-1], special_tokens=dict(reversed(special_tokens.items()))),
