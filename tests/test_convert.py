@@ -184,7 +184,7 @@ def named_steps(*steps) -> dict:
 LOW = {**LLAMA3, "pattern": {"Regex": r"[\x{0}-\x{ffff}]"}}  # leaves out what emoji are
 OTHER = {**LLAMA3, "pattern": {"Regex": r" ?\p{L}+|\p{N}|[^\s\p{L}\p{N}]+|\s"}}
 OLD = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False}
-END = "< | i m _ e n d | > Ċ Ġ"  # special tokens that a text spells stay text
+END = "< | i m _ e n d | > d Ċ Ġ"  # special tokens that a text spells stay text
 PLAIN = f"hello Ġhello , Ġ hell Ġ abc Ġ 12 1 Ġ Ċ Ċ abc d Ą {END}"
 PARTS = f"h e l l o Ġ h e l l o , Ġ h e l l Ġ a bc Ġ 1 2 1 Ġ Ċ Ċ abcd Ą {END}"
 SMOL = f"hello Ġhello , Ġ hell Ġ abc Ġ 1 2 1 Ġ Ċ Ċ abc d {END}"
@@ -207,7 +207,7 @@ def test_ids_are_those_of_the_merges(tmp_path, words, spelled):
     save(tmp_path, CONFIG | {"bos_token_id": 0}, words)
     _, encoding = convert.read_folder(tmp_path)
     names = {i: token for token, i in words["model"]["vocab"].items()}
-    ids = encoding.encode_ordinary("hello hello, hell abc 121 \n\nabcd\x04<|im_end|>\n ")
+    ids = encoding.encode_ordinary("hello hello, hell abc 121 \n\nabcd\x04<|im_end|>d\n ")
     assert encoding.eot_token == 0 and " ".join(names[i] for i in ids) == spelled
 
 
@@ -242,7 +242,7 @@ def test_what_is_done_otherwise_is_named(tmp_path, capsys):
         _, encoding = convert.read_folder(tmp_path)
         said = capsys.readouterr().err
         assert "tokenizer.json has a normalizer" in said
-        assert ("texts with <|eot|>: sampling" in said) == other
+        assert ("texts with <|eot|>: sampling" in said) == ("sampling" in said) == other
     assert encoding.decode(encoding.encode_ordinary("e\u0301")) == "e\u0301"
 
 
@@ -354,7 +354,7 @@ def test_numbers_are_those_that_the_file_says_and_all_of_them(tmp_path):
     nan = b"\0\0\xc0\x7f"
     for changed, reason in (
         (raw.replace(b'"data_offsets":[0,', b'"data_offsets":[1,'), "damaged"),
-        (raw.replace(b"[32]", b"[-1]"), "damaged"),
+        (raw.replace(b'"format"', b'"for"').replace(b"[32]", b"[-4,-8]", 1), "damaged"),
         (raw.replace(b"[32]", b'"32"'), "damaged"),
         (raw + b"more", "damaged"),
         (raw[:start] + nan + raw[start + 4 :], "not finite"),

@@ -36,7 +36,7 @@ def test_conversations_too_short_as_text_name_their_stage(chat):
 
 def test_an_answer_that_is_shown_ends_where_the_message_does(stem_ckpt, chat, monkeypatch, capsys):
     model, encoding, _ = load_model(stem_ckpt, CPU)
-    said = [*encoding.encode_ordinary("Anna."), encoding.encode_single_token("<|im_end|>"), 9, 9]
+    said = encoding.encode("Anna.<|im_end|> no", allowed_special="all")
     monkeypatch.setattr(
         model, "generate", lambda ids, *_, **__: torch.cat([ids, torch.tensor([said])], dim=1)
     )

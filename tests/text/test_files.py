@@ -10,6 +10,7 @@ import re
 import shlex
 import shutil
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 from conftest import command, refused, write_jsonl
@@ -70,34 +71,32 @@ def test_records_are_the_same_in_every_kind_of_file(tmp_path, name, packed):
             found(path)
 
 
-def test_a_json_file_may_be_one_record_over_several_lines(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps({"text": "a story"}, indent=1))
-    assert found(tmp_path / "a.json")[0] == ["a story"]
+@pytest.mark.parametrize(
+    ("name", "text", "texts"),
+    [
+        ("a.json", '{\n "text": "a story"\n}\n', ["a story"]),  # a record over several lines
+        ("a.csv", 'text\n"quoted, whole"\nempty,\n', ["quoted, whole", "empty"]),
+        ("a.tsv", "text\t,,\nit begins, and ends\t\n", ["it begins, and ends"]),
+    ],
+)
+def test_what_belongs_together_is_one_text(tmp_path, name, text, texts):
+    (tmp_path / name).write_text(text)
+    assert found(tmp_path / name)[0] == texts
 
 
-def test_a_table_whose_quotes_do_not_match_is_refused(tmp_path):
-    """Else a quotation mark would hide all rows up to the next one."""
-    path = tmp_path / "a.tsv"
-    path.write_text('text\tid\nfine\t1\n"never" ends\t2\nfine\t3\n')
-    with pytest.raises(UserError, match=r"a\.tsv:3.* is written twice"):
-        found(path)
-
-
-def test_cells_beyond_the_columns_are_read_or_refused(tmp_path):
-    texts = [f"Start {i}, and END{i}" for i in range(3)]
-    (tmp_path / "a.tsv").write_text("\n".join(["a, text", *texts]))
-    assert found(tmp_path / "a.tsv", columns=["a, text"])[0] == texts
-    (tmp_path / "a.csv").write_text('text\n"quoted, whole"\nempty,\n')
-    assert found(tmp_path / "a.csv")[0] == ["quoted, whole", "empty"]
-    (tmp_path / "a.csv").write_text("\n".join(["text", *texts]))
-    with pytest.raises(UserError, match=r"a\.csv:2: more cells than columns: quote"):
-        found(tmp_path / "a.csv")
-
-
-def test_columns_of_one_name_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("question,answer,Answer\nq1,GOOD,\nq2,GOOD,BAD\n")
-    with pytest.raises(UserError, match=r"a\.csv: 2 columns are called answer"):
-        found(tmp_path / "a.csv")
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        # Else a quotation mark would hide all rows up to the next one.
+        ("a.tsv", 'text\tid\nfine\t1\n"never" ends\t2\nfine\t3\n', r"\.tsv:3.* is written twice"),
+        ("a.csv", "text\nit begins, and ends\n", r"\.csv:2: more cells than columns: quote"),
+        ("a.csv", "question,answer,Answer\nq1,GOOD,\n", r"\.csv: 2 columns are called answer"),
+    ],
+)
+def test_a_table_that_is_ambiguous_is_refused(tmp_path, name, text, reason):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=reason):
+        found(tmp_path / name)
 
 
 def test_columns_are_named_by_a_flag(tmp_path, data):
@@ -142,18 +141,10 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
 
 
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    (tmp_path / "in/shut").mkdir(parents=True)
-    (tmp_path / "in/a.txt").write_text("a")
-    scandir = os.scandir
-
-    def refuse(path):
-        if os.fspath(path).endswith("shut"):
-            raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", refuse)
+    shut = PermissionError(13, "Permission denied", "in/shut")
+    monkeypatch.setattr(os, "scandir", Mock(side_effect=shut))
     with pytest.raises(UserError, match="in/shut: Permission denied"):
-        found(tmp_path / "in")
+        found(tmp_path)
 
 
 @pytest.mark.parametrize(
