@@ -257,17 +257,20 @@ def test_no_memory_is_one_line(work):
 def test_a_reader_that_has_gone_ends_a_command_without_a_word(number, monkeypatch):
     """As in `train.py | head`; the second error is that of Windows. Only no room is told."""
     reason = os.strerror(number)
+    file = os.dup(1)
 
     class Gone(io.StringIO):
         def flush(self):
             raise OSError(number, reason)
 
-        fileno = os.dup(1).__int__  # of which `run` makes a file that takes all
+        def fileno(self):
+            return file
 
     with pytest.raises(SystemExit) as ended:
         monkeypatch.setattr(sys, "stdout", Gone())
         common.run(lambda: print("x"))
     assert ended.value.code == (f"error: stdout: {reason}" if number == errno.ENOSPC else 1)
+    assert os.path.samestat(os.fstat(file), os.stat(os.devnull))  # takes what is left to write
 
 
 def test_a_config_of_a_billion_layers_is_refused_at_once():
