@@ -25,6 +25,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves
 import model
 import relatives
 import train
+from common import UserError
 from corpora import countries
 from model import Decoder
 from text.dataset import read_meta, read_tokenizer
@@ -98,6 +99,11 @@ def errors_of(done: subprocess.CompletedProcess) -> list[str]:
 def refused(*args, cwd: Path = ROOT) -> str:
     """The one line in which a command refuses."""
     return errors_of(command(*args, cwd=cwd, fails=True))[0]
+
+
+def user_error(match: str | None = None):
+    """Within it, a UserError that says so must come."""
+    return pytest.raises(UserError, match=match)
 
 
 def add_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str) -> Path:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import says
+from conftest import says, user_error
 from naive import decoder
 
 from common import UserError
@@ -120,7 +120,7 @@ def test_a_message_without_room_for_an_answer_is_refused(model, encoding):
     talk = Chat(model, encoding)
     list(talk.reply("no", 200, temperature=0))
     turns = list(talk.turns)
-    with pytest.raises(UserError):
+    with user_error():
         list(talk.reply("no " * 200, 200))
     assert talk.turns == turns  # nothing is lost
 
@@ -180,5 +180,5 @@ def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
 
 def test_a_chat_without_standard_input_says_so(monkeypatch):
     monkeypatch.setattr("sys.stdin", None)
-    with pytest.raises(UserError, match="standard input"):
+    with user_error("standard input"):
         converse(Echo(), seed=5)

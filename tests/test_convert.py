@@ -11,12 +11,12 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_same, command, flip, refused, says, small_run
+from conftest import CPU, assert_same, command, flip, refused, says, small_run, user_error
 from originals import HUGGING_FACE, named
 
 import convert
 import prepare
-from common import UserError, locked
+from common import locked
 from model import Decoder, ModelConfig
 from text import chat, tokenizer, writer
 from text.huggingface import (
@@ -129,7 +129,7 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
 
 def refuses(folder, reason) -> None:
     """The folder is not read, for a reason that matches."""
-    with pytest.raises(UserError, match=reason):
+    with user_error(reason):
         convert.read_folder(folder)
 
 
@@ -508,14 +508,14 @@ def test_attention_of_one_kind_in_16_bits_is_exported_however_it_is_named(traine
     assert back.config.attention_kinds == there.config.attention_kinds
     assert_same(back.state_dict(), {n: weight.float() for n, weight in there.state_dict().items()})
     mixed = Decoder(replace(model.config, attention="qknorm,full"))
-    with pytest.raises(UserError, match="cannot be --attention qknorm,full"):
+    with user_error("cannot be --attention qknorm,full"):
         convert.write_folder(tmp_path / "mixed", mixed, encoding)
 
 
 def test_a_weight_that_has_no_place_in_a_llama_is_not_left_out(trained, tmp_path):
     model, encoding, _ = load_model(trained["dense"], CPU)
     model.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(32)))
-    with pytest.raises(UserError, match="--export: 32 numbers of the model have no place"):
+    with user_error("--export: 32 numbers of the model have no place"):
         convert.write_folder(tmp_path / "llama", model, encoding)
 
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CPU, small_run
+from conftest import CPU, small_run, user_error
 
 import common
-from common import UserError, pick_device, training_dtype
+from common import pick_device, training_dtype
 from training import ranks
 
 REAL_ZEROS = torch.zeros
@@ -48,10 +48,10 @@ def test_processes_of_torchrun_take_the_gpu_of_their_rank(two_gpus, monkeypatch)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert str(pick_device("auto")) == str(pick_device("cuda")) == "cuda:1"
     assert str(pick_device("cpu")) == "cpu"
-    with pytest.raises(UserError, match="cuda:0"):
+    with user_error("cuda:0"):
         pick_device("cuda:0")
     monkeypatch.setenv("LOCAL_RANK", "2")  # more processes than GPUs
-    with pytest.raises(UserError, match="cuda:2"):
+    with user_error("cuda:2"):
         pick_device("auto")
 
 
@@ -64,7 +64,7 @@ def test_without_a_gpu_auto_is_the_cpu(monkeypatch):
         raise AssertionError("Torch not compiled with CUDA enabled")
 
     monkeypatch.setattr(torch, "zeros", no_cuda)  # on a machine with a GPU, too
-    with pytest.raises(UserError, match="--device cuda"):
+    with user_error("--device cuda"):
         pick_device("cuda")
 
 
@@ -77,14 +77,14 @@ def test_a_gpu_that_is_there_but_does_not_compute_is_one_line_with_its_reason(mo
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch, "zeros", no_kernel)
-    with pytest.raises(UserError) as refused:
+    with user_error() as refused:
         pick_device("auto")  # which another --device auto would not help
     assert str(refused.value) == f"--device cuda does not work here ({reason}): try --device cpu"
     reason = (  # of the build for CUDA, where there is no GPU
         "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and "
         "installed a driver from http://www.nvidia.com/Download/index.aspx"
     )
-    with pytest.raises(UserError, match=r"an NVIDIA GPU and \.\.\.\): try"):
+    with user_error(r"an NVIDIA GPU and \.\.\.\): try"):
         pick_device("cuda")  # no word is cut
 
 

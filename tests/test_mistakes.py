@@ -15,12 +15,22 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, EDIT, ROOT, SMALL, add_relative, command, flags, refused, small_run
+from conftest import (
+    CPU,
+    EDIT,
+    ROOT,
+    SMALL,
+    add_relative,
+    command,
+    flags,
+    refused,
+    small_run,
+    user_error,
+)
 
 import common
 import model
 import train
-from common import UserError
 from lab.runs import runs
 from training import batches
 from training.checkpoints import load_model, save_checkpoint
@@ -186,7 +196,7 @@ def test_a_config_may_have_types_as_python_writes_them(data, tmp_path, monkeypat
     assert Config(**right).rank == 2
     for wrong in ("x", True, 1.5, ["a"], {"a": "b"}, {1: 1.0}, ("a",)):
         for name in right:
-            with pytest.raises(UserError, match=f"--{name} "):
+            with user_error(f"--{name} "):
                 Config(**{**right, name: wrong})
 
 
@@ -203,9 +213,9 @@ WRONG = [
 
 def test_settings_from_python_are_checked_as_flags_are(data):
     for name, wrong, said in WRONG:
-        with pytest.raises(UserError, match=f"--{name} {said}"):
+        with user_error(f"--{name} {said}"):
             train.resolve_settings(data_dir=data, **{name: wrong})
-    with pytest.raises(UserError, match="--schedule "):
+    with user_error("--schedule "):
         Settings(schedule="linaer")
     assert train.resolve_settings(data_dir=data, out_dir="x").data_dir == str(data)
 
@@ -216,7 +226,7 @@ def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
 
     mine = Mine(model.ModelConfig(n_layer=2))
     encoding = SimpleNamespace(n_vocab=6400, special_tokens_set={"<|endoftext|>"})
-    with pytest.raises(UserError, match=r"a test_mistakes\.Mine would be read as model\.Decoder"):
+    with user_error(r"a test_mistakes\.Mine would be read as model\.Decoder"):
         save_checkpoint(tmp_path / "ckpt.pt", mine, encoding)
 
 
@@ -226,7 +236,7 @@ def test_a_setting_of_a_relative_is_none_of_every_run(field, tmp_path, monkeypat
     code = CONFIG.replace("    sizes:", f"    {field}\n    sizes:")
     add_relative(monkeypatch, tmp_path, "clash", code)
     assert "clash.py: the setting seed" in refused("train.py --ffn clash --seed 3")
-    with pytest.raises(UserError, match=r"clash\.py: the setting seed"):
+    with user_error(r"clash\.py: the setting seed"):
         train.resolve_settings(ffn="clash", seed=3)
 
 
@@ -275,5 +285,5 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(number, monkeypatc
 
 def test_a_config_of_a_billion_layers_is_refused_at_once():
     """As a file may have it: its blocks would be made before any weight is compared."""
-    with pytest.raises(UserError, match="--n_layer 1000000000 must be"):
+    with user_error("--n_layer 1000000000 must be"):
         model.ModelConfig(n_layer=10**9)

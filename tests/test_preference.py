@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from conftest import CPU, command, flags, refused, says
+from conftest import CPU, command, flags, refused, says, user_error
 from simulated_gpu import SimulatedGpu
 
-from common import UserError
 from corpora import countries
 from text.writer import write_dataset
 from training.batches import Data
@@ -65,7 +64,7 @@ def test_pairs_that_are_the_same_where_they_are_cut_are_left_out_and_counted(
     write_dataset(
         tmp_path / "c", [split[0], ("val", early)], encoding, "preference", corpus="files"
     )
-    with pytest.raises(UserError, match=r"--block_size 32.*raise it"):
+    with user_error(r"--block_size 32.*raise it"):
         Data(str(tmp_path / "c"), "preference", 32, 0, 1)
 
 

@@ -10,10 +10,9 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, command, contents, flags, refused, says, write_jsonl
+from conftest import ROOT, command, contents, flags, refused, says, user_error, write_jsonl
 
 import prepare
-from common import UserError
 from corpora import countries
 from text import chat, documents, files, splitting, tokenizer, writer
 from text.dataset import open_tokens, read_meta, read_tokenizer
@@ -230,7 +229,7 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
 
 
 def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
-    files = {"A.TXT": b"caf\xe9 " * 100, "empty.txt": b""}
+    files = {"A.TXT": b"caf\xe9 " * 100, "empty.txt": b"", "one.txt": b"a"}
     files["blank.jsonl"], files["dna.fa"] = b'{"text": ""}', b">a\nACGT"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -245,6 +244,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         ("--input gone.txt --out_dir x", "gone.txt: No such file"),
         ("--input A.TXT --out_dir x", "A.TXT:1: not UTF-8: convert it"),
         ("--input empty.txt --out_dir x", "0 of 0 documents (empty)"),
+        ("--input one.txt --out_dir x", "no document for val.bin"),
         ("--input blank.jsonl --out_dir x", "0 of 0 documents (empty documents are left out)"),
         ("--input empty --out_dir x", "empty: the folder has none of .txt, .md"),
         ("--input ckpt.pt --out_dir x", "ckpt.pt: it is none of .txt, .md"),
@@ -302,7 +302,7 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
     report = documents.Report(max_bad=0.02)
     assert list(documents.read([path], report)) == [record["text"] for record in TEXTS]
     assert (report.bad, report.documents) == (1, 61)  # blank lines are neither
-    with pytest.raises(UserError, match=rf"1 of 61 documents \(.*a\.jsonl:9: {reason}.*than 1%"):
+    with user_error(rf"1 of 61 documents \(.*a\.jsonl:9: {reason}.*than 1%"):
         from_files(tmp_path / "no", path, vocab_size=300)
     assert not (tmp_path / "no").exists()
 
@@ -436,7 +436,7 @@ def test_conversations_need_markers(tmp_path):
     ranks = {bytes([b]): b for b in range(256)}
     bare = tokenizer.make_encoding("bare", tokenizer.PATTERN, ranks, {"<|endoftext|>": 256})
     write_dataset(tmp_path, [("train", "a"), ("val", "b")], bare, corpus="mine")
-    with pytest.raises(UserError, match=r"lacks <\|im_start\|>"):
+    with user_error(r"lacks <\|im_start\|>"):
         prepare.ready_tokenizer(str(tmp_path), "chat")
 
 
@@ -471,10 +471,10 @@ def test_memory_grows_neither_with_files_nor_with_long_documents(tmp_path, encod
         peaks.append(peak(partial(from_files, tmp_path / str(n), path, encoding)))
     assert peaks[1] < 1.5 * peaks[0]
 
-    monkeypatch.setattr(writer, "LONG", 10_000)
+    monkeypatch.setattr(writer, "LONG", 5000)
     peaks = []
     for n in (5, 50):
-        texts = (("train" if i else "val", "ab " * 10_000) for i in range(n))
+        texts = (("train" if i else "val", "ab " * 5000) for i in range(n))
         peaks.append(peak(partial(write_dataset, tmp_path / f"long {n}", texts, encoding)))
     assert peaks[1] < 1.5 * peaks[0]
 
@@ -482,7 +482,7 @@ def test_memory_grows_neither_with_files_nor_with_long_documents(tmp_path, encod
 def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
     write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
     before = contents(tmp_path)
-    with pytest.raises(UserError, match=r"no document for val\.bin"):
+    with user_error(r"no document for val\.bin"):
         write_dataset(tmp_path, [("train", "c")], encoding, overwrite=True)
     assert contents(tmp_path) == before
 
@@ -518,7 +518,7 @@ def test_another_data_set_is_replaced_only_if_asked_and_half_of_ours_always(
     line = f"prepare.py --input {story} --vocab_size 300 --out_dir"
     before = contents(out)
     assert f"{out} has a meta.json already" in refused(line, out)
-    with pytest.raises(UserError, match="already"):
+    with user_error("already"):
         write_dataset(out, documents, encoding)
     assert contents(out) == before
     command(line, out, "--overwrite")

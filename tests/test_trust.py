@@ -11,6 +11,7 @@ import shutil
 import signal
 from functools import partial, partialmethod
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from conftest import (
     refused,
     resume,
     small_run,
+    user_error,
 )
 from tqdm import tqdm
 
@@ -224,7 +226,7 @@ def test_a_model_is_opened_while_its_training_saves(out, monkeypatch):
     assert_same(load_checkpoint(out / "ckpt.pt")["model"], saved["model"])
     assert len(set(opened)) == 2
     shutil.rmtree(snapshots(out)[0])
-    with pytest.raises(UserError, match=str(out)):  # tries no further
+    with user_error(str(out)):  # tries no further
         load_checkpoint(out / "ckpt.pt")
 
 
@@ -239,7 +241,7 @@ def test_a_file_that_cannot_be_written_is_named_and_nothing_changes(out):
     for limit in (0, 5000, *range(size // 2, size, size // 8)):
         limits.setrlimit(limits.RLIMIT_FSIZE, (limit, limits.RLIM_INFINITY))
         try:
-            with pytest.raises(UserError, match=f"cannot write {out}"):
+            with user_error(f"cannot write {out}"):
                 write_checkpoint(out / "ckpt.pt", load_checkpoint(out / "ckpt.pt"))
         finally:
             limits.setrlimit(limits.RLIMIT_FSIZE, (limits.RLIM_INFINITY,) * 2)
@@ -461,7 +463,7 @@ def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
     del saved["model"]["tables.weight.0"]
     torch.save(saved, out / "ckpt.pt")
     for read in (partial(load_model, device=CPU, tables=Listed), lambda path: resume(out, Listed)):
-        with pytest.raises(UserError, match=r"tables\.weight\.0"):
+        with user_error(r"tables\.weight\.0"):
             read(out / "ckpt.pt")
 
 
@@ -540,7 +542,7 @@ def test_a_field_of_another_type_is_one_line_that_names_the_file(on_disk, tmp_pa
         records.append({name: saved[name] for name in saved if name != lost})
     for record in records:
         torch.save(record, path)
-        with pytest.raises(UserError, match=f"^{path}"):
+        with user_error(f"^{path}"):
             load_checkpoint(path)
 
 
@@ -549,7 +551,7 @@ def test_a_model_larger_than_its_weights_is_not_built(name, stem_ckpt, tmp_path)
     saved = checkpoint(Path(stem_ckpt).parent)
     saved["args"][name] = 10_000 if name == "n_layer" else 1 << 26  # 256 MB a row
     torch.save(saved, tmp_path / "ckpt.pt")
-    with pytest.raises(UserError, match=f"{name} {saved['args'][name]} is more than its weights"):
+    with user_error(f"{name} {saved['args'][name]} is more than its weights"):
         load_model(tmp_path / "ckpt.pt", CPU)
 
 
@@ -557,10 +559,10 @@ def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding
     model, _, _ = load_model(stem_ckpt, CPU)
     path = tmp_path / "ckpt.pt"
     model.config.vocab_size += 1
-    with pytest.raises(UserError, match=f"its tokenizer is of {encoding.n_vocab} tokens, its"):
+    with user_error(f"its tokenizer is of {encoding.n_vocab} tokens, its"):
         save_checkpoint(path, model, encoding)
     model.config.vocab_size -= 1
-    with pytest.raises(UserError, match="note"):  # no setting
+    with user_error("note"):  # no setting
         save_checkpoint(path, model, encoding, {"note": "x"})
     assert not path.exists()
     save_checkpoint(path, model, encoding)
@@ -597,16 +599,15 @@ def test_a_short_soak_breaks_no_promise():
 def test_neighboring_seeds_draw_other_weights_and_dropout_of_their_own_in_every_step(
     data, tmp_path, monkeypatch
 ):
-    seeds = []
-    real = torch.manual_seed
-    monkeypatch.setattr(torch, "manual_seed", lambda seed: (seeds.append(seed), real(seed))[1])
+    seed_of = Mock(wraps=torch.manual_seed)
+    monkeypatch.setattr(torch, "manual_seed", seed_of)
     found = []
     for seed in (1, 2):
         out = small_run(data, tmp_path / str(seed), seed=seed, dropout=0.1, max_iters=4)
         found.append(read_run(out)["eval"][0]["val_loss"])  # before any step
     assert len(set(found)) == 2
     # PyTorch's generators on a CPU look at 32 bits of a seed: one for weights, one for each step.
-    drawn = [seed % 2**32 for seed in seeds]
+    drawn = [call.args[0] % 2**32 for call in seed_of.call_args_list]
     assert len(set(drawn)) == len(drawn) == 2 * 5
 
 

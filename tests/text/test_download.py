@@ -10,8 +10,8 @@ import threading
 from dataclasses import replace
 
 import pytest
+from conftest import user_error
 
-from common import UserError
 from text import download
 from text.download import DATASETS, File, fetch
 
@@ -81,7 +81,7 @@ def get(server, tmp_path, monkeypatch):
 
 
 def fails(get, match):
-    with pytest.raises(UserError, match=rf"cannot download .*{match}.*run it again to go on"):
+    with user_error(rf"cannot download .*{match}.*run it again to go on"):
         get()
     assert not (get.folder / "data.bin").exists()
 
@@ -141,7 +141,7 @@ def test_a_server_that_falls_silent_is_given_up(get, monkeypatch):
 def test_another_file_of_that_name_is_not_replaced(server, get, other):
     path = get()
     path.write_bytes(other)
-    with pytest.raises(UserError, match="not the published file"):
+    with user_error("not the published file"):
         get()
     assert path.read_bytes() == other and len(server.requests) == 1
 

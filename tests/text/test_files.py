@@ -13,9 +13,8 @@ from collections import Counter
 from unittest.mock import Mock
 
 import pytest
-from conftest import command, refused, write_jsonl
+from conftest import command, refused, user_error, write_jsonl
 
-from common import UserError
 from text import documents, files
 from text.dataset import open_tokens, read_meta, read_tokenizer
 
@@ -63,11 +62,11 @@ def test_records_are_the_same_in_every_kind_of_file(tmp_path, name, packed):
     assert notes == {"documents have 'id', which is ignored": 40}
     texts, notes = found(path, columns=["ANSWER"])
     assert texts == [row["answer"] for row in ROWS] and not notes
-    with pytest.raises(UserError, match=r":1: no column 'text': its keys are|:3: no column 'text'"):
+    with user_error(r":1: no column 'text': its keys are|:3: no column 'text'"):
         found(path, columns=["text"])
     if packed:
         path.write_bytes(path.read_bytes()[:-9])
-        with pytest.raises(UserError, match=re.escape(path.name)):
+        with user_error(re.escape(path.name)):
             found(path)
 
 
@@ -95,7 +94,7 @@ def test_what_belongs_together_is_one_text(tmp_path, name, text, texts):
 )
 def test_a_table_that_is_ambiguous_is_refused(tmp_path, name, text, reason):
     (tmp_path / name).write_text(text)
-    with pytest.raises(UserError, match=reason):
+    with user_error(reason):
         found(tmp_path / name)
 
 
@@ -143,7 +142,7 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
 def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
     shut = PermissionError(13, "Permission denied", "in/shut")
     monkeypatch.setattr(os, "scandir", Mock(side_effect=shut))
-    with pytest.raises(UserError, match="in/shut: Permission denied"):
+    with user_error("in/shut: Permission denied"):
         found(tmp_path)
 
 
@@ -230,5 +229,5 @@ def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path):
     file = tmp_path / "data/train.parquet"
     for path, source, out in ((tmp_path, r"\*.parquet", "data"), (file, "train.parquet", "train")):
         wanted = rf"glob\('.*/data/{source}'\).*to_json\('{out}.jsonl'.*, then take {out}.jsonl"
-        with pytest.raises(UserError, match=wanted):
+        with user_error(wanted):
             found(path)
