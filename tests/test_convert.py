@@ -352,7 +352,10 @@ def test_numbers_are_those_that_the_file_says_and_all_of_them(tmp_path):
     raw = path.read_bytes()
     start = raw.index(b"}}") + 2  # of the numbers, after the header
     nan = b"\0\0\xc0\x7f"
+    deep = raw[8:start].replace(b"[32]", b"[32" + b",1" * 70 + b"]", 1)  # too much for NumPy
     for changed, reason in (
+        (len(deep).to_bytes(8, "little") + deep + raw[start:], "1, 1, 1"),
+        (raw[:-4], "damaged"),
         (raw.replace(b'"data_offsets":[0,', b'"data_offsets":[1,'), "damaged"),
         (raw.replace(b'"format"', b'"for"').replace(b"[32]", b"[-4,-8]", 1), "damaged"),
         (raw.replace(b"[32]", b'"32"'), "damaged"),

@@ -276,8 +276,8 @@ def read_safetensors(path: Path) -> dict[str, Tensor]:
             is_there = about["data_offsets"] == [at, end] and start + end <= len(file)
             if not is_there or min(shape, default=1) < 1:
                 raise Damage(f"{name} is {about}, where {at} to {end} should be its bytes")
-            numbers = file[start + at : start + end].reshape(*shape, dtype.itemsize)
-            tensors[name] = torch.from_numpy(numbers).view(dtype)[..., 0]
+            numbers = torch.from_numpy(file[start + at : start + end])
+            tensors[name] = numbers.view(dtype).reshape(shape)
             at = end
         if start + at != len(file):
             raise Damage(f"{len(file):,} bytes, not {start + at:,}")
