@@ -39,8 +39,8 @@ class Watch:
         # loss was first computed). Once they are taken, this is beyond any count.
         self.waiting_since = sys.maxsize
 
-    def __reduce__(self) -> tuple:  # a copy of the tables has no optimizer
-        return Watch, ()
+    def __getstate__(self) -> dict:  # a copy of the tables has no optimizer
+        return {**vars(self), "has_optimizer": False}
 
     def lookup(self, waiting: bool) -> None:
         """Before a lookup in training; `waiting`: gradients of earlier ones wait. AssertionError:

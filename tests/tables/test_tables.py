@@ -252,10 +252,14 @@ def test_who_changes_weights_by_hand_is_told_that_rows_stay(recwarn):
     assert len(recwarn) == 1
 
 
-def test_the_optimizer_of_a_model_trains_no_copy():
+@pytest.mark.parametrize("n_waiting", [0, 1, 2])
+def test_the_optimizer_of_a_model_trains_no_copy(n_waiting):
+    """Nor one that is made while gradients wait."""
     model = small()
     RowRMSprop(model.tables)
     RowRMSprop(model.wte)
+    for _ in range(n_waiting):
+        model(BATCH, BATCH)[1].backward()
     student = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(student.parameters())
     with pytest.raises(AssertionError, match="RowRMSprop"):
