@@ -107,6 +107,7 @@ def test_what_the_decoder_cannot_take_is_an_error():
     for name in ("targets", "table_ids", "documents"):
         for other in (ids[:, :1], ids[:1]):
             wrongs.append((partial(model, ids, **{name: other}), "not of the shape of ids"))
+    wrongs.append((partial(model.generate, ids, 2, table_ids=tokens(4, 16)), "not of the shape"))
     for use, said in wrongs:
         with pytest.raises(AssertionError, match=said):
             use()
@@ -195,6 +196,7 @@ def test_a_model_on_the_meta_device_has_the_same_sizes_and_no_numbers(ffn):
         shapes = type(model)(model.config)
     sizes = model_sizes(model)
     assert sizes["total"] == sum(p.numel() for p in model.parameters())
+    assert sizes["table"] == sum(p.numel() for p in model.tables.parameters())
     assert model_sizes(shapes) == sizes and all(p.is_meta for p in shapes.parameters())
 
 

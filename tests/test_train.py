@@ -201,13 +201,21 @@ def test_an_earlier_run_is_replaced_on_demand_alone(out, trained, data):
     assert {str(path) for path in contents(out)} == FILES
 
 
-def test_a_run_is_replaced_once_another_one_has_been_evaluated(trained, data, tmp_path, validated):
+def no_compiler(device) -> None:
+    raise UserError("--compile does not work here")
+
+
+def test_a_run_is_replaced_once_another_one_has_been_evaluated(
+    trained, data, tmp_path, validated, monkeypatch
+):
     out = shutil.copytree(trained["stem"], tmp_path / "out")
     before = contents(out)
     validated(math.nan, 9.0)
-    with pytest.raises(UserError, match="init_std"):
-        small_run(data, out, overwrite=True)
-    assert contents(out) == before
+    monkeypatch.setattr(train, "check_compiler", no_compiler)
+    for more, said in ((dict(compile=True), "does not work here"), ({}, "init_std")):
+        with pytest.raises(UserError, match=said):
+            small_run(data, out, overwrite=True, **more)
+        assert contents(out) == before
     interrupted(data, out, 1, overwrite=True)
     assert [str(path) for path in contents(out)] == ["metrics.jsonl"]
 

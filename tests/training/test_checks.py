@@ -101,6 +101,7 @@ class Decoder(model.Decoder):
         (DETACHED, "note: no gradient so far, so not trained: tables.weight.1:"),
         (UNUSED, "not trained: blocks.0.scale:"),
         (NO_PARAMETER, "does not keep the whole model"),
+        (NO_PARAMETER.replace("randn", "rand"), "does not keep the whole model"),  # a little
         (LOOKS_AHEAD, "a layer looks ahead"),
         (MIXES_BEFORE, "sample.py predicts something else"),
         (ZERO_AT_FIRST, None),
