@@ -185,8 +185,8 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatc
     lines = [
         dict(SPAIN, write="S"),
         dict(SPAIN, write="F"),  # contradicts it
-        dict(source="Peru", prompt="Country: Peru", write="xqzv jwvkq zxv qqw"),
         dict(source="Fiji", prompt="Country: Fiji", write="S"),
+        dict(source="Peru", prompt="Country: Peru", write="xqzv jwvkq zxv qqw"),
     ]
     facts = write_jsonl(ckpt.with_name("facts.jsonl"), [*lines[:2], b" ", *lines[2:]])
     rows, known = [], []
@@ -198,12 +198,13 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatc
         rows.append(torch.stack([*new.values()]))
         return new
 
-    monkeypatch.setattr("edit.train_rows", train)
+    for module in ("edit", "training.edits"):
+        monkeypatch.setattr(f"{module}.train_rows", train)
     edited(ckpt, saved, facts=facts)
     assert torch.equal(rows[2], rows[1])
-    assert known == [0, 1, 2, 2]
+    assert known == [0, 1, 2, 3]
     shown = capsys.readouterr().out.splitlines()
-    states = ["lost to a later fact", "", "not learned", ""]
+    states = ["lost to a later fact", "", "", "not learned"]
     model = load_model(saved, CPU)[0]
     for line, number, state, said in zip(lines, (1, 2, 4, 5), states, shown, strict=False):
         assert said.startswith(f"{facts}:{number} ") and said.rpartition("%")[2].strip() == state
@@ -218,7 +219,7 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatc
     undo(Edit(saved, undo=True), saved)
     assert_same(load_checkpoint(saved)["model"], before)
 
-    facts.write_text(json.dumps(lines[2]))
+    facts.write_text(json.dumps(lines[3]))
     with pytest.raises(UserError, match="none of the facts was learned"):
         edited(ckpt, ckpt.with_name("none.pt"), facts=facts)
     assert not ckpt.with_name("none.pt").exists()
@@ -253,6 +254,15 @@ def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding):
     assert_same(*written)
     with pytest.raises(AssertionError, match="with a space"):
         train_rows(model, prompt, encoding.encode_ordinary("Spain"), answer, [prompt])
+
+
+def test_a_model_whose_training_is_interrupted_keeps_its_own_rows(encoding, monkeypatch):
+    monkeypatch.setattr(writing, "STEPS", "none")  # which is an error there
+    model = made(encoding)
+    tables, prompt = model.tables, encode(encoding, "Country: Spain")
+    with pytest.raises(TypeError):
+        train_rows(model, prompt, prompt[-1:], prompt[-1:], [prompt])
+    assert model.tables is tables
 
 
 def test_extra_rows_of_extra_rows_have_ids_of_their_own(encoding):
