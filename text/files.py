@@ -90,7 +90,7 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise UserError(f"--input {path}: No such file or folder")
-        inside = list(files_in(path, notes)) if path.is_dir() else [path]
+        inside = sorted(files_in(path, notes)) if path.is_dir() else [path]
         for file in inside:
             refuse_parquet(file, path if file == path else file.parent)
         known = [file for file in inside if kind_of_file(file) in TEXTS | RECORDS]
