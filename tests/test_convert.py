@@ -361,6 +361,7 @@ def test_numbers_are_those_that_the_file_says_and_all_of_them(tmp_path):
         (raw.replace(b"[32]", b'"32"'), "damaged"),
         (raw + b"more", "damaged"),
         (raw[:start] + nan + raw[start + 4 :], "not finite"),
+        (raw[:start] + b"\0\0\x80\xff" + raw[start + 4 :], "not finite"),  # -inf
     ):
         path.write_bytes(changed)
         refuses(tmp_path, reason)
