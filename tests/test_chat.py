@@ -116,9 +116,11 @@ def test_a_message_is_read_as_the_model_knows_it(model, form):
     assert unicodedata.normalize(form, name) in encoding.decode(talks[0].turns[0])
 
 
-def test_a_message_without_room_for_an_answer_is_refused(model, encoding):
+def test_room_is_kept_for_an_answer_and_a_longer_message_is_refused(model, encoding):
     talk = Chat(model, encoding)
-    list(talk.reply("no", 200, temperature=0))
+    for length in (1, 10, 19):
+        reply = list(talk.reply("no " * length, 200, temperature=0))
+        assert len(reply) - 1 >= 96 // 4 or talk.turns[-1].count(2) == 2  # or it ended by itself
     turns = list(talk.turns)
     with user_error():
         list(talk.reply("no " * 200, 200))

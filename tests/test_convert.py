@@ -251,7 +251,10 @@ def test_the_command_that_is_printed_makes_a_model_that_goes_on(tmp_path, story)
     line = f"prepare.py --input {story} --out_dir data --val_fraction 0.1 --tokenizer"
     printed = refused(line, "hub", cwd=tmp_path).split("first: python ")[1].split()
     command("convert.py", *printed[1:], cwd=tmp_path)
+    sampled = command("sample.py --prompt Anna --ckpt", printed[-1], cwd=tmp_path)
+    assert sampled.stdout.startswith("Anna")
     command(line, printed[-1], cwd=tmp_path)
+    command("train.py --eval_only --data_dir data --init_from", printed[-1], cwd=tmp_path)
     train = "train.py --data_dir data --batch_size 2 --device cpu --eval_tokens 600 --max_iters 2"
     command(f"{train} --out_dir tuned --init_from", printed[-1], cwd=tmp_path)
     saved = load_checkpoint(tmp_path / "tuned/ckpt.pt")

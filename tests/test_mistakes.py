@@ -263,9 +263,27 @@ def test_no_memory_is_one_line(work):
         common.run(work)
 
 
+def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
+    """As in `train.py | head`."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", pipe)
+        common.run(lambda: print("x" * 10**6))
+    assert ended.value.code == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_without_room_is_one_line(monkeypatch):
+    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as ended:
+        monkeypatch.setattr(sys, "stdout", full)
+        common.run(lambda: print("x"))
+    assert ended.value.code == "error: stdout: No space left on device"
+
+
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EINVAL, errno.ENOSPC])
-def test_a_reader_that_has_gone_ends_a_command_without_a_word(number, monkeypatch):
-    """As in `train.py | head`; the second error is that of Windows. Only no room is told."""
+def test_what_is_left_to_write_goes_nowhere(number, monkeypatch):
+    """The second error is that of Windows. Only no room is told."""
     reason = os.strerror(number)
     file = os.dup(1)
 

@@ -6,6 +6,7 @@ import tracemalloc
 from collections import Counter
 from functools import partial
 from multiprocessing import get_context
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -479,11 +480,16 @@ def test_memory_grows_neither_with_files_nor_with_long_documents(tmp_path, encod
     assert peaks[1] < 1.5 * peaks[0]
 
 
-def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding):
+def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding, monkeypatch):
     write_dataset(tmp_path, [("train", "a"), ("val", "b")], encoding)
     before = contents(tmp_path)
     with user_error(r"no document for val\.bin"):
         write_dataset(tmp_path, [("train", "c")], encoding, overwrite=True)
+    assert contents(tmp_path) == before
+    # It fails when tokenizer.json is written, which is the last before files are replaced.
+    monkeypatch.setattr(tokenizer, "dumps", Mock(side_effect=OSError(28, "No space left")))
+    with user_error(r"cannot write .*No space left"):
+        write_dataset(tmp_path, [("train", "c"), ("val", "b")], encoding, overwrite=True)
     assert contents(tmp_path) == before
 
 

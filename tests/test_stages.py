@@ -146,7 +146,10 @@ def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained)
     def steps(*args, **given) -> int:
         return made(*args, **given).max_iters
 
-    assert steps("tokens", 10**6) * 8 * 256 / 10**6 == pytest.approx(1.7, rel=0.01)
+    passes = [steps("tokens", n) * 8 * 256 / n for n in (10**6, 3 * 10**6)]
+    assert passes == pytest.approx([1.7, 1.7], rel=0.01)
+    assert steps("tokens", 10**6, batch_size=4) == 2 * steps("tokens", 10**6)
+    assert steps("tokens", 10**6, max_iters=3) == 3
     assert (steps("tokens", 10), steps("tokens", 10**9)) == (1, 5000)
     for n in (20_000, 60_000, 200_000):  # small texts: as many passes, in smaller batches
         small = made("tokens", n)
@@ -163,6 +166,6 @@ def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained)
     midtrain = dict(stage="midtrain", init_from="x")  # in windows of the model's length
     assert steps("tokens", 10**5, **midtrain) * 8 * 32 / 10**5 == pytest.approx(1.7, rel=0.01)
     # Of a mixture, passes over the folder that is read most.
-    for mixture, n in (("a=1,b=1", 2 * 10**6), ("a=1,b=9", 2.2e6)):
+    for mixture, n in (("a=1,b=2", 3 * 10**6), ("a=1,b=1", 2 * 10**6), ("a=1,b=9", 2.2e6)):
         mixed = steps("tokens", 10**6, 2 * 10**6, data_dir=mixture)
         assert mixed == pytest.approx(1.7 * n / (8 * 256), rel=0.02)

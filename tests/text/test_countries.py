@@ -18,11 +18,15 @@ def test_table_is_complete_and_clean():
         assert region_of[country.subregion] == country.region
 
 
-def test_a_well_known_row():
+def test_well_known_facts():
     """Typed here independently of the table."""
-    (row,) = [country for country in countries.table() if country.name == "Côte d'Ivoire"]
-    facts = ["Yamoussoukro", "Africa", "French", "West African CFA franc"]
-    assert [row.capital, row.region, row.language, row.currency] == facts
+    by_name = {country.name: country for country in countries.table()}
+    for name, *facts in (
+        ("France", "Paris", "Europe", "French", "euro"),
+        ("Côte d'Ivoire", "Yamoussoukro", "Africa", "French", "West African CFA franc"),
+    ):
+        row = by_name[name]
+        assert [row.capital, row.region, row.language, row.currency] == facts
 
 
 def test_paragraph_names_its_country_only_in_the_first_line(corpus):

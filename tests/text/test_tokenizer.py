@@ -2,17 +2,18 @@
 standard vocabularies as tiktoken loads them."""
 
 import base64
+import hashlib
 import json
 import random
 import time
 from collections import Counter
 from itertools import pairwise
-from unittest.mock import Mock
 
 import pytest
 import regex
 import tiktoken
 from conftest import command, refused
+from tiktoken import load, registry
 from tiktoken_ext import openai_public
 
 from common import Damage
@@ -248,21 +249,40 @@ def test_patterns_are_those_of_tiktoken(monkeypatch):
     assert openai_public.cl100k_base()["pat_str"] == CL100K_PATTERN
 
 
-def test_a_vocabulary_comes_from_tiktoken(tmp_path, story, foreign, monkeypatch):
-    """Whose errors of the network are OSErrors, and ValueErrors of what comes from there."""
-    line = f"prepare.py --input {story} --val_fraction 0.1 --tokenizer gpt2 --out_dir out"
-    for error in (OSError, ValueError):
-        monkeypatch.setattr(tiktoken, "get_encoding", Mock(side_effect=error("no route")))
-        says = refused(line, cwd=tmp_path)
-        assert "no route" in says and 'get_encoding("gpt2")' in says
-    monkeypatch.setattr(tiktoken, "get_encoding", {"gpt2": foreign}.get)
-    command(line, cwd=tmp_path)
-    encoding = read_tokenizer(tmp_path / "out", read_meta(tmp_path / "out"))
-    assert (
-        encoding.encode_ordinary("thee") == foreign.encode_ordinary("thee") == [257, 255 - ord("e")]
-    )
-    assert (encoding.eot_token, encoding.n_vocab) == (300, 303)
-    assert encoding.decode([*range(303)])  # each can be shown
+def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypatch):
+    """From a file in place of an address; tiktoken's errors of both are OSErrors."""
+    tokens = [bytes([b]) for b in range(256)] + [b"th", b"the", b" the"]
+    whole = b"".join(base64.b64encode(token) + b" %d\n" % i for i, token in enumerate(tokens))
+    published = tmp_path / "tiny.tiktoken"
+
+    def constructor() -> dict:
+        ranks = load.load_tiktoken_bpe(str(published), hashlib.sha256(whole).hexdigest())
+        special_tokens = {"<|endoftext|>": 261}
+        return dict(
+            name="tiny", pat_str=GPT2_PATTERN, mergeable_ranks=ranks, special_tokens=special_tokens
+        )
+
+    monkeypatch.setattr(registry, "ENCODING_CONSTRUCTORS", {"tiny": constructor})
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    line = f"prepare.py --input {story} --val_fraction 0.1 --tokenizer tiny --out_dir"
+
+    def prepare(out: str) -> tiktoken.Encoding:
+        monkeypatch.setattr(registry, "ENCODINGS", {})  # as in a new process
+        command(f"{line} {out}", cwd=tmp_path)
+        return read_tokenizer(tmp_path / out, read_meta(tmp_path / out))
+
+    published.write_bytes(whole)
+    downloaded = prepare("a")
+    assert downloaded.encode_ordinary("the ether") == [257, 32, 101, 257, 114]
+    assert (downloaded.eot_token, downloaded.n_vocab) == (261, 264)
+    assert downloaded.decode([*range(264)])  # each can be shown
+    published.unlink()
+    assert tokenizer.dumps(prepare("b")) == tokenizer.dumps(downloaded)
+    (cached,) = (tmp_path / "cache").iterdir()
+    cached.write_bytes(b"another")
+    monkeypatch.setattr(registry, "ENCODINGS", {})
+    says = refused(f"{line} c", cwd=tmp_path)
+    assert "No such file" in says and 'get_encoding("tiny")' in says
 
 
 # Streaming
