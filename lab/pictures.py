@@ -9,6 +9,7 @@ import matplotlib
 
 matplotlib.use("Agg")  # files only; must come before pyplot
 from matplotlib import pyplot as plt
+from matplotlib.container import ErrorbarContainer
 
 from common import atomic
 
@@ -51,9 +52,10 @@ def off(figures: Sequence[float]) -> float:
     return t * statistics.stdev(figures) / math.sqrt(len(figures))
 
 
-def draw_means(axes: plt.Axes, x: Sequence[float], points: Sequence[list[float]], **how) -> list:
-    """Draw the means of the figures at each point over x, with their 95 % intervals. Returns what
-    `errorbar` has drawn."""
+def draw_means(
+    axes: plt.Axes, x: Sequence[float], points: Sequence[list[float]], **how
+) -> ErrorbarContainer:
+    """Draw the means of the figures at each point over x, with their 95 % intervals."""
     means = [statistics.fmean(figures) for figures in points]
     errors = [off(figures) for figures in points]
     return axes.errorbar(x, means, errors, capsize=2, **how)

@@ -25,7 +25,6 @@ import matplotlib.pyplot as plt
 import torch
 import torch.nn.functional as F
 
-import edit
 from corpora import countries
 from corpora.questions import score_answers
 from lab.rows import compared, nearest, swapped
@@ -38,6 +37,7 @@ from text.tokenizer import encode
 from train import resolve_settings, train
 from training.batches import Data
 from training.checkpoints import load_model
+from training.edits import Edit, new_rows
 from training.records import read_run
 
 from simulated_gpu import SimulatedGpu  # isort: skip
@@ -203,8 +203,8 @@ plt.savefig(OUT / "layers.png", bbox_inches="tight")
 title("5. An edit and its undo")
 with torch.no_grad():
     before = model(torch.tensor([ids]))[0]  # [1, T, V]
-wanted = edit.Edit(source="Spain", write="Lisbon.", prompt=prompt)
-located, written = edit.new_rows(model, encoding, wanted)
+wanted = Edit(source="Spain", write="Lisbon.", prompt=prompt)
+located, written = new_rows(model, encoding, wanted)
 texts = compared(model, encoding, wanted, located, written)
 for when in ("before", "after"):
     print(f"{when:7}", "".join(token for token, _ in texts[when]))
