@@ -57,7 +57,8 @@ from corpora.questions import score_answers
 from model import Decoder
 from tables.extra import ExtraRows, with_rows
 from text.columns import padded, shortened, width, wrapped
-from text.tokenizer import spelled, until_end
+from text.spelling import spelled
+from text.tokenizer import until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import chats, check_chat, load_to_decode
 from training.edits import (
@@ -197,7 +198,7 @@ def read_facts(
             unknown = record.keys() - {"source", "write", "prompt"}
             if unknown:
                 raise Damage(f"it has {', '.join(sorted(unknown))}")
-        # Flags have escapes (text.tokenizer.typed), a file says what it means.
+        # Flags have escapes (text.spelling.typed), a file says what it means.
         texts = {name: text and text.replace("\\", "\\\\") for name, text in record.items()}
         try:
             of_line = replace(edit, facts=None, **texts)

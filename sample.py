@@ -20,8 +20,9 @@ import torch
 from tqdm import tqdm
 
 from model import Decoder
-from text import chat, tokenizer
-from text.tokenizer import encode, familiar, typed
+from text import chat, spelling, tokenizer
+from text.spelling import familiar, typed
+from text.tokenizer import encode
 from training.captured import capture_steps
 from training.decoding import check_chat, decoding_dtype_flag, load_to_decode, norm_keys
 from training.settings import device_flag, offload_flag
@@ -78,7 +79,7 @@ def write(
             written.append(number)
             yield number
 
-    return tokenizer.stream(encoding, tokens())
+    return spelling.stream(encoding, tokens())
 
 
 def side_by_side(

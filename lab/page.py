@@ -26,7 +26,8 @@ from common import UserError
 # isort: split
 from lab.rows import compared, nearest, swapped
 from sample import Chat, Sampling
-from text.tokenizer import encode, typed
+from text.spelling import typed
+from text.tokenizer import encode
 from training import edits
 from training.decoding import chats, load_to_decode
 

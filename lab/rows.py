@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from model import Decoder
 from tables.extra import ExtraRows, rows_of
 from tables.tables import Tables
-from text.tokenizer import spelled, until_end
+from text.spelling import spelled
+from text.tokenizer import until_end
 from training.edits import Edit, Located, State, continuations, probabilities
 
 Weighed = list[tuple[str, float]]  # tokens, each with a figure

@@ -13,7 +13,8 @@ from conftest import CPU, command, refused
 from lab.page import Page
 from sample import Chat
 from stem import align
-from text.tokenizer import encode, spelled
+from text.spelling import spelled
+from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_model
 

@@ -27,7 +27,8 @@ from corpora.questions import score_answers
 from model import ModelConfig
 from text import bpe
 from text.columns import width
-from text.tokenizer import encode, typed
+from text.spelling import typed
+from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
 from training.edits import first_sentence

@@ -24,7 +24,8 @@ from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
 from tables.tables import Tables
 from text import chat
 from text.columns import shortened
-from text.tokenizer import END, encode, spelled, typed, until_end
+from text.spelling import spelled, typed
+from text.tokenizer import END, encode, until_end
 from training.decoding import decoding_dtype_flag
 from training.settings import device_flag, offload_flag
 from training.writing import Fact, opening_of, own_tokens, train_rows

@@ -17,7 +17,7 @@ from tiktoken import load, registry
 from tiktoken_ext import openai_public
 
 from common import Damage
-from text import bpe, tokenizer
+from text import bpe, spelling, tokenizer
 from text.dataset import read_meta, read_tokenizer
 from text.huggingface import CL100K_PATTERN, GPT2_PATTERN
 from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS
@@ -289,10 +289,10 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
 
 
 def test_tokens_that_differ_look_different(encoding):
-    shown = {tokenizer.spelled(encoding, token) for token in range(encoding.n_vocab)}
+    shown = {spelling.spelled(encoding, token) for token in range(encoding.n_vocab)}
     assert len(shown) == encoding.n_vocab
     assert {"a", "\n", "\\xe4", "<|endoftext|>"} < shown
-    assert tokenizer.spelled(encoding, *encoding.encode_ordinary("云")[:-1]) == "\\xe4\\xba"
+    assert spelling.spelled(encoding, *encoding.encode_ordinary("云")[:-1]) == "\\xe4\\xba"
 
 
 def test_stream_gives_whole_characters_as_soon_as_they_are_whole():
@@ -300,9 +300,9 @@ def test_stream_gives_whole_characters_as_soon_as_they_are_whole():
     encoding = bpe.train(["x"], FIRST_MERGE)
     text = "né 日本 👩‍👩‍👧 \U0010ffff"
     ids = encoding.encode(text)
-    assert list(tokenizer.stream(encoding, ids)) == list(text)
+    assert list(spelling.stream(encoding, ids)) == list(text)
     waiting = iter(ids)
-    pieces = tokenizer.stream(encoding, waiting)
+    pieces = spelling.stream(encoding, waiting)
     assert next(pieces) + next(pieces) == "né" and list(waiting) == ids[3:]
 
 
@@ -311,4 +311,4 @@ def test_stream_equals_decode_on_any_ids(encoding):
     rng = random.Random(2)
     for _ in range(100):
         ids = rng.choices(range(encoding.n_vocab), k=50)
-        assert "".join(tokenizer.stream(encoding, ids)) == encoding.decode(ids)
+        assert "".join(spelling.stream(encoding, ids)) == encoding.decode(ids)
