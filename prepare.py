@@ -47,6 +47,7 @@ from text.documents import MAX_BAD, Report, kind_of, read
 from text.download import DATASETS, fetch
 from text.files import find_files, text_size
 from text.splitting import HELD_OUT, hashed, held_out, labelled, to_validate
+from text.vocabularies import complete
 from text.writer import check_free, write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
 from training.settings import PRESETS, STAGES
@@ -163,7 +164,7 @@ def standard(name: str) -> tiktoken.Encoding:
     except (OSError, ValueError) as error:  # requests' errors are OSErrors
         reason = f"tiktoken cannot download it ({error!s:.90})"
         raise UserError(f"--tokenizer {name}: {reason}: {FILL.replace('NAME', name)}") from None
-    return tokenizer.complete(encoding)
+    return complete(encoding)
 
 
 def prepare_files(

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from common import UserError, parse_json, reading
 from text import chat, tokenizer
+from text.vocabularies import complete, name_unused
 
 ADDED = dict(content=str, id=int)  # what is read of an added token
 # What the settings of its "model" must be, where there are some.
@@ -135,14 +136,14 @@ def read_tokenizer(
     if vocab_size is not None:
         if "<|endoftext|>" not in special_tokens:
             raise UserError(f"{path}: no <|endoftext|> and no token with bos_token_id {bos_id}")
-        tokenizer.name_unused(ranks, special_tokens, vocab_size)
+        name_unused(ranks, special_tokens, vocab_size)
     name = "huggingface" if has_our_template(path.parent) else chat.CHATML
     with reading(path, "download it again"):
         encoding = tokenizer.make_encoding(name, pattern, ranks, special_tokens)
     if pattern not in WORDS and not keeps_all(encoding):
         raise UserError(f"{path}: its pattern leaves out parts of a text, which is not supported")
     if vocab_size is None:
-        return tokenizer.complete(encoding)
+        return complete(encoding)
     if encoding.n_vocab != vocab_size:
         raise UserError(f"{path} has {encoding.n_vocab} ids, its model {vocab_size}")
     return encoding

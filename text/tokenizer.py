@@ -109,27 +109,6 @@ def make_encoding(
         raise Damage(f"its pattern: {error}") from None
 
 
-def complete(encoding: tiktoken.Encoding) -> Encoding:
-    """Any encoding with what this project needs: the special tokens above, after its last id if it
-    lacks them, and a name for each id without a token, so that whatever a model samples can be
-    shown. No other id changes."""
-    ranks = encoding._mergeable_ranks
-    special_tokens = dict(encoding._special_tokens)
-    n = encoding.n_vocab
-    for name in SPECIALS:
-        if name not in special_tokens:
-            special_tokens[name] = n
-            n += 1
-    name_unused(ranks, special_tokens, n)
-    return make_encoding(encoding.name, encoding._pat_str, ranks, special_tokens)
-
-
-def name_unused(ranks: dict[bytes, int], special_tokens: dict[str, int], n: int) -> None:
-    """Add a special token for each of the ids below n that has no token."""
-    for i in sorted({*range(n)} - {*ranks.values(), *special_tokens.values()}):
-        special_tokens[f"<|unused_{i}|>"] = i
-
-
 def encode(encoding: tiktoken.Encoding, text: str) -> list[int]:
     """Token ids of a document's text, after the <|endoftext|> that precedes every document."""
     return [encoding.eot_token, *encoding.encode_ordinary(text)]
