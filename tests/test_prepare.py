@@ -15,7 +15,7 @@ from conftest import ROOT, command, contents, flags, refused, says, user_error, 
 
 import prepare
 from corpora import countries
-from text import chat, documents, files, splitting, tokenizer, writer
+from text import bpe, chat, documents, files, splitting, tokenizer, writer
 from text.dataset import open_tokens, read_meta, read_tokenizer
 from text.writer import write_dataset
 from training.batches import Data
@@ -435,7 +435,7 @@ def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
 
 def test_conversations_need_markers(tmp_path):
     ranks = {bytes([b]): b for b in range(256)}
-    bare = tokenizer.make_encoding("bare", tokenizer.PATTERN, ranks, {"<|endoftext|>": 256})
+    bare = tokenizer.make_encoding("bare", bpe.PATTERN, ranks, {"<|endoftext|>": 256})
     write_dataset(tmp_path, [("train", "a"), ("val", "b")], bare, corpus="mine")
     with user_error(r"lacks <\|im_start\|>"):
         prepare.ready_tokenizer(str(tmp_path), "chat")

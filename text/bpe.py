@@ -13,7 +13,14 @@ from tqdm import tqdm
 
 from common import UserError
 from text import tokenizer
-from text.tokenizer import FIRST_BYTE, FIRST_MERGE
+
+# Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
+FIRST_BYTE = len(tokenizer.SPECIALS)
+FIRST_MERGE = FIRST_BYTE + 256
+
+# GPT-2's split into words, with digits in groups of at most 3, so that no vocabulary is spent on
+# long numbers. Possessive quantifiers (`++`) keep it fast on long runs.
+PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 # Training cuts words into pieces of so many characters: a merge rewrites every word that has the
 # pair, so words without an end (base64, a book without spaces) would cost their length squared.
@@ -27,7 +34,7 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
     if vocab_size < FIRST_MERGE:
         raise UserError(f"--vocab_size {vocab_size} must be at least {FIRST_MERGE}")
     word_counts: Counter[str] = Counter()
-    split = regex.compile(tokenizer.PATTERN)
+    split = regex.compile(PATTERN)
     for text in texts:
         word_counts.update(split.findall(text))
 
@@ -42,7 +49,7 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
 
     return tiktoken.Encoding(
         name=tokenizer.FORMAT,
-        pat_str=tokenizer.PATTERN,
+        pat_str=PATTERN,
         mergeable_ranks={token: FIRST_BYTE + i for i, token in enumerate(table)},
         special_tokens=tokenizer.SPECIALS,
         explicit_n_vocab=FIRST_BYTE + len(table),  # tiktoken checks that no token is there twice

@@ -17,18 +17,11 @@ import tiktoken
 
 from common import Damage, parse_json
 
-# Ids 0..2 are special, 3..258 are the 256 single bytes, and from 259 on every id is a merge.
 START, END = "<|im_start|>", "<|im_end|>"
 SPECIALS = {"<|endoftext|>": 0, START: 1, END: 2}
 # What a model writes when it has come to an end: of a text or a message, here and in Llama 3.
 ENDS = ("<|endoftext|>", END, "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")
 CONTROL = {*SPECIALS, *ENDS}  # no text can spell these, whatever a file says
-FIRST_BYTE = len(SPECIALS)
-FIRST_MERGE = FIRST_BYTE + 256
-
-# GPT-2's split into words, with digits in groups of at most 3, so that no vocabulary is spent on
-# long numbers. Possessive quantifiers (`++`) keep it fast on long runs.
-PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 
 FORMAT, VERSION = "byte-bpe", 1
 

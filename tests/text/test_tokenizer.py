@@ -18,9 +18,10 @@ from tiktoken_ext import openai_public
 
 from common import Damage
 from text import bpe, spelling, tokenizer
+from text.bpe import FIRST_BYTE, FIRST_MERGE, PATTERN
 from text.dataset import read_meta, read_tokenizer
 from text.huggingface import CL100K_PATTERN, GPT2_PATTERN
-from text.tokenizer import FIRST_BYTE, FIRST_MERGE, PATTERN, SPECIALS
+from text.tokenizer import SPECIALS
 
 # Public domain: Carroll, Melville.
 CORPUS = [
