@@ -17,7 +17,6 @@ resumed; not with --offload disk).
 
 import math
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -50,7 +49,6 @@ from text.dataset import read_meta
 from training import ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
-    check_tables,
     check_weights,
     checkpoint_of,
     load_checkpoint,
@@ -126,7 +124,6 @@ class Run:
     objective: NextToken
     optimizer: Optimizer
     n_part: int  # micro-batches in a step, of all ranks together
-    own_tables: Callable | None = None  # makes tables of your own kind, see `train`
     step: int = 0
     best: tuple[float, int] = (math.inf, 0)  # lowest validation loss, and its step
 
@@ -153,11 +150,8 @@ class Run:
         )
 
 
-def train(settings: Settings, tables: Callable | None = None) -> None:
-    """A whole training run: what `python train.py` does once its flags have become settings.
-
-    tables: called as (n_table, n_row, width), makes tables of your own kind; --offload and
-    --table_dtype then have no effect."""
+def train(settings: Settings) -> None:
+    """A whole training run: what `python train.py` does once its flags have become settings."""
     with run_folder(settings.out_dir):
         # 1) data, and the checkpoint to continue or to start from
         checkpoint = None
@@ -171,7 +165,7 @@ def train(settings: Settings, tables: Callable | None = None) -> None:
         check_start(settings, data, checkpoint)
 
         # 2) train
-        run = start(settings, data, checkpoint, tables)
+        run = start(settings, data, checkpoint)
         del checkpoint  # else its file stays mapped, and takes room when it has been replaced
         describe(settings, data, run.objective)
         fit(run)
@@ -203,17 +197,15 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 
 
-def start(
-    settings: Settings, data: Data, checkpoint: dict | None, own_tables: Callable | None = None
-) -> Run:
+def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
     """A run at its first step or, if it resumes, at the step of its checkpoint."""
     # 1) how a step is divided: as many micro-batches for each rank, none above --device_batch_size
     # (8 sequences, 4 at a time: 2 micro-batches; 3 ranks would need 6, which do not divide 8)
     n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
     if settings.batch_size % n_part:
         raise UserError(f"with {ranks.size} processes, --batch_size must be a multiple of {n_part}")
-    if ranks.size > 1 and (settings.table_optimizer == "adamw" or own_tables):
-        raise UserError("--table_optimizer adamw and tables of your own: in one process only")
+    if ranks.size > 1 and settings.table_optimizer == "adamw":
+        raise UserError("--table_optimizer adamw: in one process only")
 
     # 2) the model
     device = pick_device(settings.device)
@@ -225,7 +217,7 @@ def start(
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False  # nobody reads it
-    tables = own_tables or make_tables(
+    tables = make_tables(
         settings.offload,
         device,
         DTYPES[settings.table_dtype],
@@ -241,11 +233,10 @@ def start(
     boundary = data.encoding.eot_token if settings.doc_mask else None
     objective = STAGES[settings.stage].objective(model, dtype, boundary)
     optimizer = Optimizer(model, settings, dtype)
-    run = Run(settings, data, model, objective, optimizer, n_part, own_tables)
+    run = Run(settings, data, model, objective, optimizer, n_part)
 
     # 4) what was trained before
     if checkpoint is not None:
-        check_tables(settings.origin, checkpoint, own_tables)
         ranks.change_columns(checkpoint, ["wte", "tables"], whole=False)
         check_weights(settings.origin, checkpoint["model"], model.state_dict())
         model.load_state_dict(checkpoint["model"])
@@ -328,8 +319,7 @@ def fit(run: Run) -> None:
             bar.set_postfix_str(format_figures(meter.latest), refresh=False)
             bar.update()
     with torch.compiler.set_stance("force_eager"):  # each prompt has another shape
-        # Commands know no tables of other kinds.
-        report(settings, data, model.eval(), log, run.best, hints=run.own_tables is None)
+        report(settings, data, model.eval(), log, run.best)
 
 
 def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
@@ -367,7 +357,7 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
             with torch.compiler.set_stance("force_eager"):  # shapes are others than in training
                 check_logits(run.model, ids)
-                check_saved(path, run.model, ids, run.own_tables)
+                check_saved(path, run.model, ids)
         if run.step == run.best[1]:
             save_best(run)
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"

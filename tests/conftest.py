@@ -117,16 +117,16 @@ def add_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str
     return path
 
 
-def small_run(data: Path | str, out: Path, tables: Callable | None = None, **more) -> Path:
+def small_run(data: Path | str, out: Path, **more) -> Path:
     """Train a small model in this process; the folder it wrote. What is None is not set."""
     given = {**SHAPE, **RUN, "data_dir": str(data), "out_dir": out, **more}
     given = {name: value for name, value in given.items() if value is not None}
-    train.train(train.resolve_settings(**given), tables=tables)
+    train.train(train.resolve_settings(**given))
     return out
 
 
-def resume(out: Path, tables: Callable | None = None, **more) -> Path:
-    train.train(train.resolve_settings(resume=True, out_dir=out, **more), tables=tables)
+def resume(out: Path, **more) -> Path:
+    train.train(train.resolve_settings(resume=True, out_dir=out, **more))
     return out
 
 

@@ -18,6 +18,7 @@ import torch
 from conftest import (
     CPU,
     PowerCut,
+    add_relative,
     assert_same,
     assert_same_run,
     change_json,
@@ -37,7 +38,6 @@ import common
 import convert
 from common import UserError, locked
 from lab import runs
-from tables.tables import Tables
 from text.huggingface import GPT2, read_tokenizer
 from training import checkpoints, folders, huggingface
 from training.batches import Data
@@ -447,22 +447,34 @@ def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes
     assert load_model(trained["stem"], CPU)[2]["step"] == 12 and not capsys.readouterr().err
 
 
-def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
-    data, trained, tmp_path
-):
-    class Listed(Tables):
-        def __init__(self, n_table, n_row, width):
-            super().__init__(n_row, width)
-            self.weight = [torch.zeros(n_row, width) for _ in range(n_table)]
+LISTED = """
+import torch
+import model
+from tables.tables import Tables
 
-    out = small_run(data, tmp_path / "listed", Listed)
-    assert_same_run(out, trained["stem"])
-    model, _, saved = load_model(out / "ckpt.pt", CPU, tables=Listed)
+class Listed(Tables):
+    def __init__(self, n_table, n_row, width):
+        super().__init__(n_row, width)
+        self.weight = [torch.zeros(n_row, width) for _ in range(n_table)]
+
+class Decoder(model.Decoder):
+    def make_tables(self, tables, widths):
+        return Listed(len(widths), self.config.vocab_size, widths[0])
+"""
+
+
+def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
+    data, trained, tmp_path, monkeypatch
+):
+    add_relative(monkeypatch, tmp_path, "listed", LISTED)
+    out = small_run(data, tmp_path / "listed", ffn="listed")
+    model, _, saved = load_model(out / "ckpt.pt", CPU)
+    assert_same(saved["model"], checkpoint(trained["stem"])["model"])
     assert torch.equal(model.tables.weight[0], saved["model"]["tables.weight.0"])
     saved = checkpoint(out)
     del saved["model"]["tables.weight.0"]
     torch.save(saved, out / "ckpt.pt")
-    for read in (partial(load_model, device=CPU, tables=Listed), lambda path: resume(out, Listed)):
+    for read in (partial(load_model, device=CPU), lambda path: resume(out)):
         with user_error(r"tables\.weight\.0"):
             read(out / "ckpt.pt")
 

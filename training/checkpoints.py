@@ -20,7 +20,6 @@ import os
 import re
 import sys
 import zipfile
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from pickle import UnpicklingError
@@ -59,7 +58,6 @@ FIELDS = dict(
     relatives=dict[str, str],
     tables=dict[str, Any] | None,
     replaced=str | None,
-    own_tables=str | None,
     step=int,
     data=list[OF_DATA],
     edits=list[OF_EDIT],
@@ -71,7 +69,6 @@ RESUMABLE = dict(
     weights=list[float],
 )
 OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
-OUR_TABLES = ("tables.tables", "tables.sharded", "offload")  # modules of kinds that commands know
 ID = re.compile("[0-9a-f]{8}")  # of a snapshot
 FIX = "train one with `python train.py`, or name another ckpt.pt (for --out_dir: its folder)"
 
@@ -120,13 +117,16 @@ def save_checkpoint(
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model), which has other names
     check_encoding(path, encoding, model.config)
+    where = "of a file in relatives/"
     made, read = type(model), decoder_class(model.config.ffn)
     if made.__module__ != read.__module__:  # a file that was reloaded has another class, too
         kinds = f"a {made.__module__}.{made.__name__} would be read as {read.__module__}.Decoder"
-        raise UserError(f"{path}: {kinds}: make it the class Decoder of a file in relatives/")
+        raise UserError(f"{path}: {kinds}: make it the class Decoder {where}")
     tables = model.tables
+    kind = type(tables)
+    if kind.__module__.partition(".")[0] not in ("tables", "offload", "relatives"):
+        raise UserError(f"{path}: no {kind.__name__} would be read: make it in a Decoder {where}")
     storage = tables.storage if tables.on_disk else None
-    is_own = len(tables.weight) and type(tables).__module__ not in OUR_TABLES
     args = {**(args or {}), **asdict(model.config)}
     flat = Settings.from_flat(args).flat()
     checkpoint = {
@@ -137,7 +137,6 @@ def save_checkpoint(
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
         "relatives": digests(model.config.ffn, model.config.attention),
-        "own_tables": type(tables).__name__ if is_own else None,
         **state,
     }
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)
@@ -340,14 +339,6 @@ def check_sizes(path: str | Path, config: ModelConfig, weights: dict[str, Tensor
             raise UserError(f"{path}: {name} {size} is more than its weights have: {FIX}")
 
 
-def check_tables(path: str | Path, checkpoint: dict, tables: Callable | None) -> None:
-    """UserError: the checkpoint has tables of somebody's own, which are not given."""
-    own = checkpoint.get("own_tables")
-    if own and tables is None:
-        fix = "from Python, give them as tables="
-        raise UserError(f"{path} has tables of another kind, {own}: {fix}")
-
-
 def check_weights(
     path: str | Path, weights: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> None:
@@ -368,14 +359,13 @@ def load_model(
     path: str | Path,
     device: torch.device | str,
     offload: str = "none",
-    tables: Callable | None = None,
     verify: bool = False,
 ) -> tuple[Decoder, tiktoken.Encoding, dict]:
     """The model of a checkpoint in evaluation mode, its tokenizer, and the checkpoint.
 
     Args:
         path: of the checkpoint, or a run's folder (`checkpoint_of`).
-        device: where the backbone goes; tables go where `offload` says, or are made by `tables`.
+        device: where the backbone goes; tables go where `offload` says.
         verify: tables on disk, too, which reads all of them.
 
     Raises:
@@ -386,10 +376,8 @@ def load_model(
     checkpoint = load_checkpoint(path, verify)
     encoding = read_encoding(path, checkpoint)
     config, weights = checkpoint["config"], checkpoint["model"]
-    check_tables(path, checkpoint, tables)
-    if tables is None:
-        rows = weights.get("tables.weight.0", torch.empty(0))
-        tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
+    rows = weights.get("tables.weight.0", torch.empty(0))
+    tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
     check_sizes(path, config, weights)
     model = decoder_class(config.ffn)(config, tables)
     check_weights(path, weights, model.state_dict())

@@ -1,7 +1,6 @@
 """Checks of a model that somebody has changed: whether it learns, looks ahead, decodes as it was
 trained, and is kept by ckpt.pt. A check that fails prints one line, and the run goes on."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -72,12 +71,12 @@ def check_logits(model: Decoder, ids: Tensor) -> None:
 
 
 @torch.no_grad()
-def check_saved(path: Path, model: Decoder, ids: Tensor, tables: Callable | None) -> None:
+def check_saved(path: Path, model: Decoder, ids: Tensor) -> None:
     """Whether the checkpoint at `path` gives the model's loss on token ids [1, T] when it is
-    loaded; `tables` as of `load_model`."""
+    loaded."""
     if sum(weight.numel() for weight in model.state_dict().values()) > MOST_NUMBERS:
         return
-    other, _, _ = load_model(path, model.device, tables=tables)
+    other, _, _ = load_model(path, model.device)
     model.eval()
     losses = [float(each(ids[:, :-1], ids[:, 1:])[1]) for each in (model, other)]
     model.train()

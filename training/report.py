@@ -101,10 +101,9 @@ def format_figures(figures: dict[str, float]) -> str:
 
 
 def report(
-    settings: Settings, data: Data, model: Decoder, log: Log, best: tuple[float, int], hints: bool
+    settings: Settings, data: Data, model: Decoder, log: Log, best: tuple[float, int]
 ) -> None:
-    """Say what a finished run has learned, log it, and draw its losses; and, as `hints`, say what
-    to try next."""
+    """Say what a finished run has learned, log it, draw its losses, and say what to try next."""
     shares = report_recall(model, data)
     if shares:
         log.write(type="recall", step=settings.max_iters, **shares)
@@ -115,7 +114,7 @@ def report(
         written.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
     print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
     commands = show(model, data, settings.seed)
-    if hints and ranks.rank == 0:
+    if ranks.rank == 0:
         suggest(settings, data, best, commands)
 
 

@@ -144,7 +144,7 @@ def test_tables_that_are_stored_count_for_what_is_loaded_beside_itself(tmp_path,
     made = Decoder(ModelConfig(99, n_layer=2, n_head=1, n_embd=8), stored)
     monkeypatch.setattr(checks, "MOST_NUMBERS", sum(p.numel() for p in made.parameters()))
     monkeypatch.setattr(checks, "load_model", None)  # not called
-    checks.check_saved(tmp_path / "ckpt.pt", made, torch.zeros(1, 9).long(), None)
+    checks.check_saved(tmp_path / "ckpt.pt", made, torch.zeros(1, 9).long())
 
 
 def test_a_context_of_one_token_looks_nowhere(data, tmp_path, monkeypatch, capsys):
