@@ -25,7 +25,6 @@ from training.settings import parse_args
     [
         ("--n_embd 50", "--n_embd 50 must be a multiple of 2 * n_head, 8"),
         ("--n_head 8 --n_kv_head 3", "--n_head 8 must be a multiple of --n_kv_head 3"),
-        ("--n_head 3000000000", "--n_head 3000000000 must be below 2,147,483,648"),
         ("--ffn embformer --no-tie_head", "--no-tie_head"),
         ("--ffn lstm", "--ffn lstm is not one of dense, stem, embformer, nor of relatives/: bank"),
         ("--dropout 1.0", "--dropout 1.0 must be 0 or more and below 1"),
