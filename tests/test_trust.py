@@ -125,7 +125,7 @@ def test_no_command_touches_what_is_ones_own(out, on_disk, trained, data):
         load_checkpoint(out / name, verify=True)
 
 
-def test_tables_whose_checkpoint_was_moved_stay_and_are_named(out, trained, data):
+def test_tables_whose_checkpoint_was_moved_stay(out, trained, data):
     """... by whatever command writes ckpt.pt next, even one that is refused."""
     (tables,) = snapshots(out)
     before = contents(tables)
@@ -141,13 +141,11 @@ def test_tables_whose_checkpoint_was_moved_stay_and_are_named(out, trained, data
         ("train.py --resume --out_dir . --max_iters 2 --offload disk", True),
         ("train.py --resume --out_dir . --max_iters 3", True),
     ):
-        said = command(line, cwd=out, fails=not works).stderr
-        if "n_head" not in line:  # refused before
-            assert "note: " in said and f"rm -r {tables}" in said and "MiB" in said, line
+        command(line, cwd=out, fails=not works)
         assert contents(tables) == before, line
     (out / "ckpt.pt").unlink()
-    said = command(f"edit.py --ckpt {stem} {EDIT} --save ckpt.pt", cwd=out).stderr
-    assert f"rm -r {tables}" in said and contents(tables) == before
+    command(f"edit.py --ckpt {stem} {EDIT} --save ckpt.pt", cwd=out)
+    assert contents(tables) == before
     (out / "old.pt").rename(out / "ckpt.pt")
     load_checkpoint(out / "ckpt.pt", verify=True)
 

@@ -5,8 +5,6 @@ killed commands left in it is deleted: a file goes only if a file of ours says t
 import contextlib
 import gc
 import os
-import shlex
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,29 +16,15 @@ from training.records import read_metrics
 
 def clear(path: str | Path) -> None:
     """Delete what killed commands left of writing the checkpoint at `path`, and the tables that it
-    says it replaced. Other tables may be of a checkpoint that was moved: they are only named. The
-    caller must hold the lock."""
+    says it replaced. Other tables may be of a checkpoint that was moved: they stay. The caller must
+    hold the lock."""
     path = Path(os.path.realpath(path))
     for temporary in unfinished(path):
         discard(temporary)
-    used = None
-    if os.path.lexists(path):
-        try:
-            checkpoint = read_checkpoint(path)
-        except UserError:  # nobody knows whose tables these are
-            return
-        used = snapshot_of(checkpoint)
-        if checkpoint["replaced"] not in (None, used):
+    with contextlib.suppress(UserError):  # nobody knows whose tables these are
+        checkpoint = read_checkpoint(path)
+        if checkpoint["replaced"] not in (None, snapshot_of(checkpoint)):
             remove(tables_folder(path) / checkpoint["replaced"])
-    for snapshot in tables_folder(path).glob("[0-9a-f]" * 8):
-        if snapshot.name != used:
-            size = sum(file.stat().st_size for file in snapshot.glob("*")) / 2**20
-            print(
-                f"note: {snapshot} ({size:,.1f} MiB) are not the tables of {path}: if their "
-                "checkpoint X was moved, move them to X.tables, or delete them: "
-                f"{shlex.join(['rm', '-r', str(snapshot)])}",
-                file=sys.stderr,
-            )
 
 
 def has_run(out_dir: Path) -> bool:
