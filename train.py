@@ -377,10 +377,6 @@ def check_finite(settings: Settings, which: str, loss: float, step: int) -> None
         advice = f"lower --learning_rate {settings.learning_rate}"
         if step == 0:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
-        names = digests(settings.model.ffn, settings.model.attention)
-        if names:
-            files = " or ".join(f"relatives/{name}.py" for name in names)
-            advice += f", or does {files} divide by zero or overflow?"
         raise UserError(f"the {which} loss became {loss} at step {step}: {advice}")
 
 
