@@ -556,15 +556,6 @@ def test_a_field_of_another_type_is_one_line_that_names_the_file(on_disk, tmp_pa
             load_checkpoint(path)
 
 
-@pytest.mark.parametrize("name", ["n_layer", "n_embd"])
-def test_a_model_larger_than_its_weights_is_not_built(name, stem_ckpt, tmp_path):
-    saved = checkpoint(Path(stem_ckpt).parent)
-    saved["args"][name] = 10_000 if name == "n_layer" else 1 << 26  # 256 MB a row
-    torch.save(saved, tmp_path / "ckpt.pt")
-    with user_error(f"{name} {saved['args'][name]} is more than its weights"):
-        load_model(tmp_path / "ckpt.pt", CPU)
-
-
 def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding, tmp_path):
     model, _, _ = load_model(stem_ckpt, CPU)
     path = tmp_path / "ckpt.pt"

@@ -329,16 +329,6 @@ def check_encoding(path: str | Path, encoding: tiktoken.Encoding, config: ModelC
         raise UserError(f"{path}: {sizes}: take the tokenizer that the model was trained with")
 
 
-def check_sizes(path: str | Path, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """UserError: a model has more layers than weights, or wider ones, which would take a long time
-    to build in vain."""
-    widest = max((max(weight.shape, default=0) for weight in weights.values()), default=0)
-    for name, most in (("n_layer", len(weights)), ("n_embd", widest)):
-        size = getattr(config, name)
-        if size > most:
-            raise UserError(f"{path}: {name} {size} is more than its weights have: {FIX}")
-
-
 def check_weights(
     path: str | Path, weights: dict[str, Tensor], expected: dict[str, Tensor]
 ) -> None:
@@ -378,7 +368,6 @@ def load_model(
     config, weights = checkpoint["config"], checkpoint["model"]
     rows = weights.get("tables.weight.0", torch.empty(0))
     tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
-    check_sizes(path, config, weights)
     model = decoder_class(config.ffn)(config, tables)
     check_weights(path, weights, model.state_dict())
     # The weights are mapped into memory from the file. A GPU copies them anyway, and tables on disk
