@@ -49,7 +49,6 @@ from text.dataset import read_meta
 from training import ranks
 from training.batches import Data, check_tokenizer, parse_mixture
 from training.checkpoints import (
-    check_weights,
     checkpoint_of,
     load_checkpoint,
     read_checkpoint,
@@ -238,7 +237,6 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
     # 4) what was trained before
     if checkpoint is not None:
         ranks.change_columns(checkpoint, ["wte", "tables"], whole=False)
-        check_weights(settings.origin, checkpoint["model"], model.state_dict())
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])

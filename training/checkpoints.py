@@ -329,22 +329,6 @@ def check_encoding(path: str | Path, encoding: tiktoken.Encoding, config: ModelC
         raise UserError(f"{path}: {sizes}: take the tokenizer that the model was trained with")
 
 
-def check_weights(
-    path: str | Path, weights: dict[str, Tensor], expected: dict[str, Tensor]
-) -> None:
-    """UserError: the names or shapes of weights are not the expected ones."""
-    for name in [*expected, *weights]:
-        if name not in weights:
-            raise UserError(f"{path} lacks the weight {name}: is a file missing?")
-        if name not in expected:
-            raise UserError(f"{path} has a weight {name} that its config does not call for")
-        if weights[name].shape != expected[name].shape:
-            raise UserError(
-                f"{path}: the weight {name} has shape {list(weights[name].shape)}, "
-                f"not {list(expected[name].shape)}"
-            )
-
-
 def load_model(
     path: str | Path,
     device: torch.device | str,
@@ -369,7 +353,6 @@ def load_model(
     rows = weights.get("tables.weight.0", torch.empty(0))
     tables = make_tables(offload, device, rows.dtype, saved=checkpoint["storage"])
     model = decoder_class(config.ffn)(config, tables)
-    check_weights(path, weights, model.state_dict())
     # The weights are mapped into memory from the file. A GPU copies them anyway, and tables on disk
     # are meant to be used there. On a CPU, the model would keep the file open: it gets copies.
     if offload != "disk" and device.type == "cpu":

@@ -19,7 +19,6 @@ from common import Damage, UserError, atomic, parse_json, reading, require_field
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import read_tokenizer, require, write_tokenizer
-from training.checkpoints import check_weights
 
 # Fields of ModelConfig, and what config.json calls them.
 SIZES = {
@@ -151,6 +150,22 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
         raise UserError(f"{path}: tie_word_embeddings is true, {differs}")
     ends = record.get("eos_token_id", [])
     return model, record.get("bos_token_id"), ends if isinstance(ends, list) else [ends]
+
+
+def check_weights(
+    path: str | Path, weights: dict[str, Tensor], expected: dict[str, Tensor]
+) -> None:
+    """UserError: the names or shapes of weights are not the expected ones."""
+    for name in [*expected, *weights]:
+        if name not in weights:
+            raise UserError(f"{path} lacks the weight {name}: is a file missing?")
+        if name not in expected:
+            raise UserError(f"{path} has a weight {name} that its config does not call for")
+        if weights[name].shape != expected[name].shape:
+            raise UserError(
+                f"{path}: the weight {name} has shape {list(weights[name].shape)}, "
+                f"not {list(expected[name].shape)}"
+            )
 
 
 def read_config(path: Path) -> dict:
