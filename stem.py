@@ -32,34 +32,6 @@ class StemFFN(nn.Module):
         return self.down(gate * rows.to(gate.dtype))
 
 
-ALIGNMENTS = ("copy", "pad", "subset", "average")
-
-
-def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[int]:
-    """Stretch or cut the tokens of a target name to the n tokens of a source name, [n]. Each token
-    of the source then reads the row of the target's token at its place (STEM paper, section on
-    knowledge editing). With equal lengths, the target stays as it is. Else `how` decides:
-
-        copy     If the source is longer, the target is repeated: of AB, five tokens read BABAB.
-                 If the target is longer, only its last n tokens are read.
-        pad      Like copy, but in place of repeating it, the token `pad` is put in front.
-        subset   Like copy, but of a longer target the n rarest tokens are read. These have the
-                 largest ids, because a tokenizer merges what is frequent first and numbers its
-                 merges in order. Of equal ids, the last one is taken.
-        average  Every token of the source reads the mean of the target's rows, with equal lengths,
-                 too. The caller makes this mean the row of an extra token, which is all of
-                 `target` (tables/extra.mean_rows), and which is copied here.
-
-    The authors choose the subset that they find most representative.
-    """
-    if how == "subset":
-        by_rarity = sorted(range(len(target)), key=target.__getitem__)  # positions
-        target = [target[position] for position in sorted(by_rarity[-n:])]
-    if how == "pad":
-        return ([pad] * n + target)[-n:]
-    return (target * n)[-n:]
-
-
 def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     """Knowledge editing: ids under which to look up tables, with every occurrence of the tokens
     `source` replaced by those of `target` (STEM paper, section on knowledge editing). Occurrences
@@ -70,25 +42,24 @@ def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
 
     Args:
         ids: [..., T] token ids.
-        source, target: non-empty lists of token ids. If their lengths differ, `align` fits the
-            target to the source by copying.
+        source, target: lists of token ids of one length above 0. `training.edits.align` brings a
+            target to a length.
 
     Returns:
         [..., T] ids; equal to `ids` where nothing matched.
 
     Raises:
-        ValueError: source or target is empty.
+        ValueError: source and target are empty, or not of one length.
     """
-    if not source or not target:
-        raise ValueError(f"nothing to substitute: source={source}, target={target}")
     n = len(source)
-    aligned = align(target, n)
+    if n == 0 or n != len(target):
+        raise ValueError(f"source {source} and target {target} are not of one length above 0")
     table_ids = ids.clone()
     if n > ids.shape[-1]:
         return table_ids
     windows = ids.unfold(-1, n, 1)  # [..., T - n + 1, n]
     found = (windows == torch.tensor(source, device=ids.device)).all(-1)  # [..., T - n + 1]
-    for i, token in enumerate(aligned):
+    for i, token in enumerate(target):
         place = table_ids[..., i : i + found.shape[-1]]  # a view: position i of each window
         place[found] = token
     return table_ids

@@ -22,9 +22,9 @@ from torch.utils.hooks import RemovableHandle
 
 from corpora.questions import with_answers
 from model import Decoder
-from stem import align
 from tables.extra import rows_of
 from training import writing
+from training.edits import align
 
 STEPS, VALUE_STEPS = 40, 25  # of Adam, for weights and for a value
 ENOUGH = 0.01  # nats a token, at which training ends

@@ -30,11 +30,10 @@ from lab.experiment import Experiment, Kinds, pick
 from lab.pictures import interval, markdown
 from lab.runs import row
 from model import Decoder
-from stem import ALIGNMENTS
 from tables.extra import mean_rows
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.edits import check_editable, edited_ids, spellings
+from training.edits import ALIGNMENTS, check_editable, edited_ids, spellings
 from training.records import read_run
 
 RELATIONS = ("capital", "language", "region")

@@ -9,12 +9,11 @@ from conftest import CPU, command, flags, refused, small_run
 from naive import decoder
 
 from lab.edits import Asked, answered_after_edit
-from stem import align
 from tables.extra import mean_rows
 from text import bpe
 from text.tokenizer import encode
 from training.checkpoints import load_model
-from training.edits import edited_ids, spellings
+from training.edits import align, edited_ids, spellings
 
 HOW = ("copy", "pad", "subset", "average")
 

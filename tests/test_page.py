@@ -12,11 +12,11 @@ from conftest import CPU, command, refused
 
 from lab.page import Page
 from sample import Chat
-from stem import align
 from text.spelling import spelled
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_model
+from training.edits import align
 
 SWAP = dict(source="Anna", target="Chloë", prompt="Anna sees")
 FACT = dict(source="Anna", write="at", prompt="Anna")

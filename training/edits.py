@@ -19,7 +19,7 @@ from corpora import recall
 from corpora.countries import with_article
 from corpora.questions import of_chat, score_answers
 from model import Decoder
-from stem import ALIGNMENTS, align, substitute
+from stem import substitute
 from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
 from tables.tables import Tables
 from text import chat
@@ -30,6 +30,8 @@ from training.decoding import decoding_dtype_flag
 from training.settings import device_flag, offload_flag
 from training.writing import Fact, opening_of, own_tokens, train_rows
 
+ALIGNMENTS = ("copy", "pad", "subset", "average")
+
 
 @dataclass
 class Edit:
@@ -39,7 +41,7 @@ class Edit:
     align: str = flag(
         "copy",
         "for names of unequal length: repeat the target's rows or pad with <|endoftext|>'s in "
-        "front, a subset of its rows, or their average (stem.align)",
+        "front, a subset of its rows, or their average (training/edits.py)",
         choices=ALIGNMENTS,
     )
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
@@ -261,10 +263,35 @@ def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> tuple[l
     """The tokens of a name as `ids` have it, with or without a space before it, and where it first
     ends; none if they do not have it."""
     for tokens in spellings(encoding, name):
-        marked = substitute(torch.tensor(ids), tokens, [-1]).tolist()
+        marked = substitute(torch.tensor(ids), tokens, [-1] * len(tokens)).tolist()
         if marked != ids:
             return tokens, marked.index(-1) + len(tokens)
     return [], 0
+
+
+def align(target: list[int], n: int, how: str = "copy", pad: int = 0) -> list[int]:
+    """Stretch or cut the tokens of a target name to the n tokens of a source name, [n]. Each token
+    of the source then reads the row of the target's token at its place (STEM paper, section on
+    knowledge editing). With equal lengths, the target stays as it is. Else `how` decides:
+
+        copy     If the source is longer, the target is repeated: of AB, five tokens read BABAB.
+                 If the target is longer, only its last n tokens are read.
+        pad      Like copy, but in place of repeating it, the token `pad` is put in front.
+        subset   Like copy, but of a longer target the n rarest tokens are read. These have the
+                 largest ids, because a tokenizer merges what is frequent first and numbers its
+                 merges in order. Of equal ids, the last one is taken.
+        average  Every token of the source reads the mean of the target's rows, with equal lengths,
+                 too. The caller makes this mean the row of an extra token, which is all of
+                 `target` (tables/extra.mean_rows), and which is copied here.
+
+    The authors choose the subset that they find most representative.
+    """
+    if how == "subset":
+        by_rarity = sorted(range(len(target)), key=target.__getitem__)  # positions
+        target = [target[position] for position in sorted(by_rarity[-n:])]
+    if how == "pad":
+        return ([pad] * n + target)[-n:]
+    return (target * n)[-n:]
 
 
 def edited_ids(
@@ -274,7 +301,7 @@ def edited_ids(
     targets: Sequence[list[int]],
     how: str = "copy",
 ) -> list[int]:
-    """The ids to look up tables under: those of a target, aligned as by `stem.align`, wherever
+    """The ids to look up tables under: those of a target, aligned as by `align`, wherever
     `ids` say `source`, also within a longer name (Guinea in Equatorial Guinea). `targets`: for a
     source with a space before it, and for one without."""
     original = torch.tensor(ids)  # [T]
