@@ -158,3 +158,19 @@ def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, m
     settings = train.resolve_settings(data_dir=str(data), out_dir=tmp_path, **RUN, **SHAPE, **more)
     with pytest.raises(UserError, match="process"):
         train.start(settings, Data(str(data), "text", 32, 1, 99), None)
+
+
+def test_tables_of_ones_own_train_in_one_process_alone(data, tmp_path, monkeypatch):
+    """Each process would have whole ones, which its own batches alone have trained."""
+    source = """
+import model
+
+class Decoder(model.Decoder):
+    def make_tables(self, tables, widths):
+        return model.ResidentTables(len(widths), self.config.vocab_size, widths[0])
+"""
+    add_relative(monkeypatch, tmp_path, "mine", source)
+    monkeypatch.setattr(ranks, "size", 2)
+    flags = dict(RUN, **SHAPE, ffn="mine", out_dir=tmp_path, data_dir=str(data))
+    with pytest.raises(UserError, match="one process"):
+        train.start(train.resolve_settings(**flags), Data(str(data), "text", 32, 1, 99), None)
