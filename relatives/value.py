@@ -49,6 +49,6 @@ class Decoder(bank.Decoder):
 
     def init_weights(self) -> None:
         super().init_weights()
-        if self.config.value_gate:
-            for layer in self.config.row_layers:
-                nn.init.zeros_(self.blocks[layer].attn.qkv.gate.weight)
+        for module in self.modules():  # --attention qknorm wraps them
+            if isinstance(module, ValueQKV) and module.gate is not None:
+                nn.init.zeros_(module.gate.weight)

@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 from conftest import add_relative
-from naive import LAYERS, SIZES, decoder, tokens
+from naive import LAYERS, SIZES, TINY, decoder, tokens
 
 from common import UserError
 from model import Decoder, ModelConfig, decoder_class, relatives
@@ -91,6 +91,16 @@ def test_ids_of_32_bits_are_the_same_ids(ffn):
     model, ids = decoder(ffn=ffn), tokens(2, 9)
     assert torch.equal(model(ids.int())[0], model(ids)[0])
     assert torch.equal(model(ids.int(), ids.int())[1], model.train()(ids, ids)[1])
+
+
+@pytest.mark.parametrize("attention", ["full", "qknorm"])
+def test_gates_of_values_begin_at_one(attention):
+    """Also in a layer that another kind of attention has wrapped."""
+    config_class = decoder_class("value").config_class
+    config = config_class(**TINY, ffn="value", value_gate=True, attention=attention)
+    weights = decoder_class("value")(config).state_dict()
+    gates = [weight for name, weight in weights.items() if name.endswith("qkv.gate.weight")]
+    assert gates and not torch.stack(gates).any()
 
 
 # --- counts ---
