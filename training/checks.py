@@ -78,7 +78,8 @@ def check_saved(path: Path, model: Decoder, ids: Tensor) -> None:
         return
     other, _, _ = load_model(path, model.device)
     model.eval()
-    losses = [float(each(ids[:, :-1], ids[:, 1:])[1]) for each in (model, other)]
+    targets = ids.roll(-1, dims=1)  # of a single token, too
+    losses = [float(each(ids, targets)[1]) for each in (model, other)]
     model.train()
     if abs(losses[0] - losses[1]) > 1e-5 * losses[0]:
         tqdm.write(

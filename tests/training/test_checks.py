@@ -153,6 +153,15 @@ def test_a_context_of_one_token_looks_nowhere(data, tmp_path, monkeypatch, capsy
     assert "looks ahead" not in capsys.readouterr().out
 
 
+def test_a_model_of_one_token_is_compared_with_what_is_loaded(data, tmp_path, monkeypatch, capsys):
+    said = "does not keep the whole model"
+    small_run(data, tmp_path / "kept", block_size=1, max_iters=1, attention="linear")
+    assert said not in capsys.readouterr().out
+    add_relative(monkeypatch, tmp_path, "mine", HEAD + NO_PARAMETER)
+    small_run(data, tmp_path / "lost", block_size=1, max_iters=1, ffn="mine")
+    assert said in capsys.readouterr().out
+
+
 def test_steps_that_float16_skips_are_no_layers_fault(data, tmp_path, monkeypatch, capsys):
     infinite = torch.tensor(torch.inf)
     monkeypatch.setattr(optimizer, "get_total_norm", lambda gradients: infinite)
