@@ -121,7 +121,8 @@ class RowRMSprop:
 
         scale = 1 / (1 - self.beta2**self.steps)  # bias correction: v began at zero
         # On a CPU, in parts that fit its caches: whole batches are several times slower.
-        size = len(slots) if slots.device.type != "cpu" else max(1, PART // rows.shape[1])
+        n = PART // rows.shape[1] if slots.device.type == "cpu" else len(slots)
+        size = max(1, n)  # rows may be wide, and a batch empty
         for start in range(0, len(slots), size):
             part = slice(start, start + size)
             g = grad[part].float()

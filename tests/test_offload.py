@@ -347,6 +347,13 @@ def test_ids_out_of_range_are_refused_and_leave_the_books_as_they_are(n_row):
         assert [len(rows) for rows in empty] == [0] * L
 
 
+def test_a_step_without_tokens_changes_nothing(gpu):
+    tables = offloaded(gpu)
+    before = torch.stack(list(tables.weight))
+    train(tables, RowRMSprop(tables), torch.empty(0, 3, dtype=torch.int64))
+    assert torch.equal(torch.stack(list(tables.weight)), before)
+
+
 @pytest.mark.parametrize("shape", [(2, 5), (2, 1), (2, 5, 1), (2, 1, 3)])
 def test_tokens_may_have_one_address_or_several(gpu, shape):
     assert all_equal(gpu, offloaded(gpu), batch(0, shape))
