@@ -185,7 +185,7 @@ def prepare_files(
     if encoding is None:
         documents = read(found, Report(report.max_bad, kind), "counting words", columns)
         texts = sampled(
-            labelled(documents, settings.val_fraction, Counter()), SAMPLE / text_size(found)
+            labelled(documents, settings.val_fraction, Counter()), SAMPLE / max(1, text_size(found))
         )
         encoding = bpe.train(texts, settings.vocab_size or 6400)
 

@@ -230,7 +230,7 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
 
 
 def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
-    files = {"A.TXT": b"caf\xe9 " * 100, "empty.txt": b"", "one.txt": b"a"}
+    files = {"A.TXT": b"caf\xe9 " * 100, "empty.txt": b"", "none.txt": b"", "one.txt": b"a"}
     files["blank.jsonl"], files["dna.fa"] = b'{"text": ""}', b">a\nACGT"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
@@ -246,6 +246,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         ("--input A.TXT --out_dir x", "A.TXT:1: not UTF-8: convert it"),
         ("--input empty.txt --out_dir x", "0 of 0 documents (empty)"),
         ("--input one.txt --out_dir x", "no document for val.bin"),
+        ("--input one.txt none.txt --hold_out_files 0.5 --out_dir y", "no document for train.bin"),
         ("--input blank.jsonl --out_dir x", "0 of 0 documents (empty documents are left out)"),
         ("--input empty --out_dir x", "empty: the folder has none of .txt, .md"),
         ("--input ckpt.pt --out_dir x", "ckpt.pt: it is none of .txt, .md"),
