@@ -183,6 +183,7 @@ class OffloadedTables(StoredTables):
         self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
         # Tokens of the next batch, which have slots already. None yet.
         self.announced = np.empty(0, np.int64)
+        self.early = False  # tokens were evicted after they were read, before their update
         self.fetched = done(torch.cuda.Event())  # arrival of the latest fetch; so far, none
 
     def open_transfers(self) -> None:
@@ -255,7 +256,7 @@ class OffloadedTables(StoredTables):
 
     def slots(self, ids: Tensor) -> Tensor:
         tokens = ids.numpy()
-        if self.fetch_missing(tokens):
+        if self.fetch_missing(tokens) or self.early:  # these may be announced again, and coming
             self.wait_for(self.fetched)
         return send(torch.from_numpy(self.slot_of[tokens]), self.device)
 
@@ -267,6 +268,7 @@ class OffloadedTables(StoredTables):
 
     def updated(self, ids: Tensor) -> None:
         self.evict_except(self.announced)
+        self.early = False
 
     # --- the working set ---
 
@@ -339,6 +341,7 @@ class OffloadedTables(StoredTables):
         """Evict all, and let the host wait until it is stored."""
         if (self.token_in >= 0).any():
             self.evict_except(self.announced[:0])
+            self.early = bool(self.reads or self.merged)
         self.transfers.finish()
 
 

@@ -347,6 +347,24 @@ def test_ids_out_of_range_are_refused_and_leave_the_books_as_they_are(n_row):
         assert [len(rows) for rows in empty] == [0] * L
 
 
+@pytest.mark.parametrize("pins", [True, False])
+def test_rows_of_an_earlier_micro_batch_may_be_announced_after_an_evaluation(pins):
+    """They are on their way when the optimizer updates them."""
+    stored = []
+    with SimulatedGpu(pins) as gpu:
+        for tables in (resident(), offloaded(gpu)):
+            optimizer = RowRMSprop(tables, state="number")
+            sum(row.sin().sum() for row in tables.train().lookup(batch(0))).backward()
+            assert all_equal(gpu, tables, batch(1))
+            rows = list(tables.train().lookup(batch(1)))
+            tables.prefetch(batch(0))
+            sum(row.sin().sum() for row in rows).backward()
+            optimizer.step(lr=0.1)
+            tables.flush()
+            stored.append(torch.stack([*tables.weight, *optimizer.state]))
+    assert torch.equal(*stored)
+
+
 def test_a_step_without_tokens_changes_nothing(gpu):
     tables = offloaded(gpu)
     before = torch.stack(list(tables.weight))
