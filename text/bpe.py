@@ -18,9 +18,14 @@ from text import tokenizer
 FIRST_BYTE = len(tokenizer.SPECIALS)
 FIRST_MERGE = FIRST_BYTE + 256
 
-# GPT-2's split into words, with digits in groups of at most 3, so that no vocabulary is spent on
-# long numbers. Possessive quantifiers (`++`) keep it fast on long runs.
-PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+# GPT-2's split into words, but marks stay with the letter before them: most vowels of Hindi are
+# marks, at which GPT-2 ends a word, and no token is more than a word. Digits are in groups of at
+# most 3, so that no vocabulary is spent on long numbers. Possessive quantifiers (`++`) keep it fast
+# on long runs.
+PATTERN = (
+    r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}[\p{L}\p{M}]*+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]++"""
+    r"""|\s++$|\s+(?!\S)|\s"""
+)
 
 # Training cuts words into pieces of so many characters: a merge rewrites every word that has the
 # pair, so words without an end (base64, a book without spaces) would cost their length squared.

@@ -162,6 +162,13 @@ def test_a_word_without_end_takes_no_quadratic_time():
     assert time.process_time() - start < 20  # half a second; a word rewritten whole: 100
 
 
+@pytest.mark.parametrize("word", ["हिन्दी", "กำลังพูดที่นี่", "e\u0301te\u0301"])
+def test_marks_belong_to_the_letter_before_them(word):
+    """So that a word of a script whose vowels are marks can be one token."""
+    encoding = bpe.train([f"{word} {word}"] * 20, 400)
+    assert [len(encoding.encode_ordinary(text)) for text in (word, f" {word}")] == [1, 1]
+
+
 def test_special_tokens_only_when_allowed(encoding):
     assert SPECIALS == {"<|endoftext|>": 0, "<|im_start|>": 1, "<|im_end|>": 2}
     assert encoding.special_tokens_set == set(SPECIALS) and encoding.eot_token == 0
