@@ -4,7 +4,7 @@ into a `tiktoken.Encoding`, whose merge loop is compiled."""
 import heapq
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import regex
@@ -46,7 +46,7 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
     table = [bytes([b]) for b in range(256)]  # table[i] is the token with id FIRST_BYTE + i
     merges = vocab_size - FIRST_MERGE
     with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=None) as bar:
-        for first, second in _merges(word_counts, merges, min_count):
+        for first, second in _merges(word_counts, merges, min_count, table):
             # tiktoken merges neighbors by their joined bytes, whichever pair these were learned
             # from. That is the same: equal bytes are always merged from the same pair.
             table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
@@ -61,10 +61,21 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
     )
 
 
-def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[tuple[int, int]]:
-    """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i.
-    Words are strings whose characters stand for ids, `chr(id)`, so merging is `split` and `join`.
-    """
+def cuts_character(token: bytes) -> bool:
+    """Whether a token has a character of three or four bytes, as in Chinese, beside a part of one:
+    it would join words that no blank divides, and no prompt could end between them."""
+    has_none = max(token) < 0xE0
+    is_one = max(token[1:]) < 0xC0  # or a part of it: no second one begins
+    is_whole = token.decode(errors="ignore").encode() == token
+    return not (has_none or is_one or is_whole)
+
+
+def _merges(
+    word_counts: Counter[str], limit: int, min_count: int, table: Sequence[bytes]
+) -> Iterator[tuple[int, int]]:
+    """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i,
+    whose bytes are to be in `table` before the next. Words are strings whose characters stand for
+    ids, `chr(id)`, so merging is `split` and `join`."""
     piece_counts: Counter[str] = Counter()
     for word, count in word_counts.items():
         for start in range(0, len(word), PIECE):
@@ -98,6 +109,8 @@ def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[t
                 heapq.heappush(heap, (-count, pair))
             continue
         first, second = pair
+        if cuts_character(table[ord(first) - FIRST_BYTE] + table[ord(second) - FIRST_BYTE]):
+            continue
         new = chr(new_id)
         new_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
         for i in pair_words.pop(pair):

@@ -55,6 +55,15 @@ TRICKY = [
 ]
 
 
+# What may be a token: nothing of characters of three bytes or more; one of these, or a part of it;
+# whole characters.
+TOKEN = regex.compile(
+    rb"[\x00-\xdf]*"
+    rb"|[\xe0-\xef][\x80-\xbf]{0,2}|[\xf0-\xff][\x80-\xbf]{0,3}"
+    rb"|([\x00-\x7f]|[\xc0-\xdf][\x80-\xbf]|[\xe0-\xef][\x80-\xbf]{2}|[\xf0-\xf7][\x80-\xbf]{3})*"
+)
+
+
 def merge_in_place(word: list[int], pair: tuple[int, int], new_id: int) -> None:
     i = 0
     while i < len(word) - 1:
@@ -73,6 +82,10 @@ def naive_train(texts: list[str], vocab_size: int, min_count: int = 2) -> list[t
     merges = []
     while FIRST_MERGE + len(merges) < vocab_size:
         counts = Counter(pair for word in words for pair in pairwise(word))
+        table = spelled(merges)
+        for first, second in [*counts]:
+            if not TOKEN.fullmatch(table[first - FIRST_BYTE] + table[second - FIRST_BYTE]):
+                del counts[first, second]
         best = min(counts, key=lambda pair: (-counts[pair], pair), default=None)
         if best is None or counts[best] < min_count:
             break
@@ -167,6 +180,14 @@ def test_marks_belong_to_the_letter_before_them(word):
     """So that a word of a script whose vowels are marks can be one token."""
     encoding = bpe.train([f"{word} {word}"] * 20, 400)
     assert [len(encoding.encode_ordinary(text)) for text in (word, f" {word}")] == [1, 1]
+
+
+def test_no_token_joins_a_character_and_a_part_of_another():
+    """In Chinese, words have no blanks between them: where one ends, a prompt has to end."""
+    text = "马德里，里斯本。 いがうくえけ का की के है é日é本ö日"
+    tokens = tokens_of(bpe.train([text] * 9, 400))
+    assert {"马德里".encode(), " いがうくえけ".encode()} <= {*tokens}
+    assert [token for token in tokens if not TOKEN.fullmatch(token)] == []
 
 
 def test_special_tokens_only_when_allowed(encoding):
