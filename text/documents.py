@@ -170,7 +170,8 @@ def parse_record(record: object, columns: Sequence[str], report: Report) -> tupl
         else:
             raise ValueError('no "text", messages, or question with answer (--columns names them)')
     except ValueError as error:
-        raise ValueError(f"{error}: its keys are {', '.join(record):.80}") from None
+        keys = plain_text(", ".join(record))  # if the file is not UTF-8, this says so
+        raise ValueError(f"{error}: its keys are {keys:.80}") from None
     report.notes.update(notes)  # += would go through all notes so far
     report.notes.update(f"documents have {key!r:.40}, which is ignored" for key in left)
     return kind, document

@@ -70,6 +70,16 @@ def test_records_are_the_same_in_every_kind_of_file(tmp_path, name, packed):
             found(path)
 
 
+@pytest.mark.parametrize("encoding", ["gbk", "utf-16"])
+@pytest.mark.parametrize("columns", [[], ["问题", "答案"]])
+def test_a_table_in_another_encoding_is_said_to_be_in_one(tmp_path, encoding, columns):
+    """Whose names of columns are not what they look like in its program."""
+    path = tmp_path / "a.csv"
+    path.write_bytes("问题,答案\n首都？,北京。\n".encode(encoding))
+    with user_error(r"a\.csv:2: not UTF-8: convert it to UTF-8[;)]"):
+        found(path, columns=columns)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "texts"),
     [
