@@ -62,6 +62,7 @@ from text.tokenizer import until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import chats, check_chat, load_to_decode
 from training.edits import (
+    LAST,
     Edit,
     Located,
     State,
@@ -74,6 +75,7 @@ from training.edits import (
     locate,
     new_rows,
     probabilities,
+    why_not_written,
     written_facts,
 )
 from training.folders import clear
@@ -130,8 +132,6 @@ def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, di
 
 # --- before and after ---
 
-LAST = "rows in the last layer alone change no more than the token after the name"
-
 
 def compare(
     model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located, after: State
@@ -156,13 +156,13 @@ def compare(
         form = "6.1%" if max(p) > 0.0005 else "6.0e"  # of a long answer, both are tiny
         answer = padded(repr(answer), 28)
         print(f"probability of {answer} before {p[0]:{form}}   after {p[1]:{form}}")
-    ahead = recall.reaches_ahead(model)
     if texts[0] == texts[1] and not located.answer:
+        ahead = recall.reaches_ahead(model)
         reason = "do this name's rows hold the fact?" if ahead else LAST
         print(f"note: the swap moves nothing here, not one word: {reason}")
     learned = not located.answer or is_written(model, located)
     if not learned:
-        reason = "new words are beyond a name's rows" if ahead else LAST
+        reason = why_not_written(model, encoding, located)
         print(f"not learned: the model writes something else; {reason}")
     return learned
 

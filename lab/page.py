@@ -107,7 +107,8 @@ class Page(ThreadingHTTPServer):
         if wanted.target:
             return
         if not edits.is_written(self.model, located):
-            raise UserError("not learned, and not kept: new words are beyond a name's rows")
+            reason = edits.why_not_written(self.model, self.encoding, located)
+            raise UserError(f"not learned, and not kept: {reason}")
         self.facts.append((f"{wanted.source}: {wanted.write}", after.tables))
         self.earlier.append((located.prompt, located.answer))
 

@@ -183,6 +183,20 @@ def test_it_is_said_that_a_name_is_joined_to_its_neighbors(capsys, prompt, is_sa
     assert ("has '云岭' in other tokens" in capsys.readouterr().out) == is_said
 
 
+@pytest.mark.parametrize(
+    ("prompt", "answer", "is_joined"), [("云岭在", "东。", True), ("云岭在东", "。", False)]
+)
+def test_a_prompt_that_texts_have_joined_to_the_answer_is_said_to_be_so(prompt, answer, is_joined):
+    """There, "在东" is one token, so that the model never read "在" before another one."""
+    encoding = bpe.train(["云岭，在东。在东。"] * 20, 300)
+    model = decoder(vocab_size=encoding.n_vocab)
+    asked = edit.Edit(source="云岭", write=answer, prompt=prompt)
+    located = edit.locate(model, encoding, asked)
+    located = located._replace(answer=encoding.encode_ordinary(answer))  # without a space
+    reason = edit.why_not_written(model, encoding, located)
+    assert ("reaches from the prompt" in reason) == is_joined
+
+
 def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path, briefly):
     facts = tmp_path / "facts.jsonl"
     answers = ("云岭。", "Emil.")

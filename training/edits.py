@@ -410,3 +410,17 @@ def is_written(model: Decoder, located: Located) -> bool:
     reply = continuation(model, prompt, prompt, len(answer) + 16, stop)
     said, expected = (text[opening_of(model, prompt, names, text)[0] :] for text in (reply, answer))
     return said == expected
+
+
+# Why an edit may do nothing.
+LAST = "rows in the last layer alone change no more than the token after the name"
+
+
+def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Located) -> str:
+    """What may keep a model from writing the answer."""
+    prompt = located.prompt[1:]  # without the leading <|endoftext|>
+    if located.stop < 0:
+        text = encoding.encode_ordinary(encoding.decode(prompt + located.answer))
+        if text[: len(prompt)] != prompt:  # as in Chinese
+            return "in texts, a token reaches from the prompt into the answer: end it elsewhere"
+    return "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
