@@ -275,7 +275,7 @@ class Cache:
         self.cos_sin = cos_sin  # [2, room, head_dim]
         self.room = cos_sin.shape[1]
         # Tokens so far. Set it to 0 to start over. A lower number takes the last tokens back, with
-        # full attention alone: other kinds have overwritten what they kept.
+        # full attention alone: other kinds may have overwritten what they kept.
         self.length = 0
         self.ids: Tensor | None = None  # [B, length], table_ids of the text so far
 
@@ -376,7 +376,7 @@ class Attention(nn.Module):
             "dropout_p": self.config.dropout if self.training else 0.0,
             "is_causal": causal,
         }
-        if torch.is_autocast_enabled("cpu"):  # in 16 bits, SDPA's backward takes 4 times as long
+        if torch.is_autocast_enabled("cpu"):  # in 16 bits, SDPA's backward can take 3 times as long
             with torch.autocast("cpu", enabled=False):
                 q, k, v = q.float(), k.float(), v.float()
                 y = F.scaled_dot_product_attention(q, k, v, **options)

@@ -120,7 +120,7 @@ class RowRMSprop:
             generator.manual_seed(mixed(self.seed, self.steps, table))
 
         scale = 1 / (1 - self.beta2**self.steps)  # bias correction: v began at zero
-        # On a CPU, in parts that fit its caches: whole batches are several times slower.
+        # On a CPU, in parts that fit its caches: large batches would be several times slower.
         n = PART // rows.shape[1] if slots.device.type == "cpu" else len(slots)
         size = max(1, n)  # rows may be wide, and a batch empty
         for start in range(0, len(slots), size):

@@ -70,7 +70,8 @@ class Tables(nn.Module):
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
         """Draw rows from Normal(0, std), in parts, as a second table may not fit. As parts are
-        multiples of 16 numbers, PyTorch draws the same as in one go."""
+        multiples of 16 numbers, PyTorch draws the same as in one go (but for a last part of less
+        than 16)."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
                 part.copy_(self.draw(len(part), std, part.device))
@@ -139,9 +140,8 @@ class Tables(nn.Module):
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids of any shape -> distinct ids [n] in ascending order, and the position of each id in
-        them, on the CPU: as `torch.unique` with the inverse. That sorts; to mark the ids that occur
-        is two to ten times as fast, unless there are many more rows than ids. IndexError: an id is
-        out of range."""
+        them, on the CPU: as `torch.unique` with the inverse. That sorts; of many ids, to mark those
+        that occur is several times as fast. IndexError: an id is out of range."""
         ids = ids.cpu()
         if self.n_row > 64 * ids.numel():
             self.check_range(ids)

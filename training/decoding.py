@@ -67,8 +67,8 @@ def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def use_column_major_weights(model: Decoder) -> None:
     """Store linear layers with more outputs than inputs column by column: on a CPU, multiplying a
-    single row by them is twice as fast. The same goes for a head that is the input embedding. Its
-    lookups then take longer, by milliseconds for a long prompt."""
+    single row by them is up to twice as fast. The same goes for a head that is the input embedding.
+    Its lookups then take longer, by milliseconds for a long prompt."""
     matrices = [module for module in model.modules() if isinstance(module, nn.Linear)]
     if model.head is None:
         matrices.append(model.wte)
