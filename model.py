@@ -43,7 +43,7 @@ class ModelConfig:
     """
 
     vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
-    block_size: int = flag(128, "context length in tokens; own text: 256", must="at least 1")
+    block_size: int = flag(128, "context length in tokens; prose: 256", must="at least 1")
     n_layer: int = flag(6, "number of layers", must="from 1 to 10,000")
     n_head: int = flag(4, "number of attention heads", must="at least 1")
     n_embd: int = flag(128, "width of the residual stream", must="at least 1")

@@ -7,7 +7,7 @@
     python lab/bench.py cache                # decoding from keys and values, and from ids
     python lab/bench.py offload              # where tables live: device, RAM, disk
     python lab/bench.py offload --table_gib 32 --dir /big    # larger than memory, sparse
-    python lab/bench.py gpu                  # all rows of docs/ that a GPU has measured, in 6 parts
+    python lab/bench.py gpu                  # speeds of docs/ that a GPU has shown, in 6 parts
     python lab/bench.py gpu --part 2         # one of them: minutes
 
 Contenders take turns, so what slows the machine for a while slows all of them. Speeds are medians

@@ -83,10 +83,12 @@ class Experiment:
     out_dir: Path = flag(Path("out/analysis"), "runs, figures, pictures: kept")
     data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
     seeds: str | None = flag(
-        None, "seeds of each figure that is a mean", shown="1337,1,2; ladder: 1337,1,2,3,4"
+        None,
+        "seeds of each figure that is a mean",
+        shown="1337,1,2; ladder: 1337,1,2,3,4; counterfact: 11,12,13",
     )
     jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
-    quick: bool = flag(False, "tiny models and one seed: a smoke test")
+    quick: bool = flag(False, "tiny models and few seeds: a smoke test")
     fresh: bool = flag(False, "delete the runs and figures in --out_dir first")
     device: str = device_flag()
 

@@ -92,7 +92,8 @@ class Settings:
     stage: str = flag(
         "pretrain",
         "pretrain; others need --init_from: midtrain (linear decay), context (longer "
-        "--block_size), sft (conversations), dpo (preferred answers)",
+        "--block_size), sft (conversations), dpo (preferred answers); countries-sft and -dpo have "
+        "settings of their own",
         choices=STAGES,
     )
     init_from: Path | None = flag(None, "start from the weights of this ckpt.pt")
@@ -112,14 +113,14 @@ class Settings:
     )
     max_iters: int = flag(
         700,
-        "optimizer steps; countries: 700; own text: 1.7 passes, at most 5,000; "
-        "sft: 2 passes, dpo: 1",
+        "optimizer steps; countries: 700; prose: 1.7 passes, at most 5,000; sft: 2 passes, dpo: 1, "
+        "at least 60",
         must="0 or more",
         shown="",
     )
     learning_rate: float = flag(
         3e-3,
-        "peak; own text: 0.006; midtrain, context: a tenth; sft: a fiftieth; dpo: 8e-5 of it",
+        "peak; prose: 0.006; midtrain, context: a tenth; sft: a fiftieth; dpo: 8e-5 of it",
         must="a positive number",
     )
     # The shape of the decay.
@@ -157,7 +158,7 @@ class Settings:
     )
     eval_interval: int = flag(
         140,
-        "steps between evaluations, each with a checkpoint; countries: 140; own text: 50, "
+        "steps between evaluations, each with a checkpoint; countries: 140; prose: 50, "
         "of long runs a 30th, of short ones a quarter; sft, dpo: a quarter",
         must="at least 1",
         shown="",
