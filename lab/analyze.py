@@ -16,7 +16,7 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
     python lab/analyze.py counterfact      # facts written in sequence, beside ROME, MEMIT, LoRA
     python lab/analyze.py convert          # a dense model turned into tables, against controls
     python lab/analyze.py token_share out/dense/ckpt.pt     # what of a dense FFN the token explains
-    python lab/analyze.py all --quick      # every question, with tiny models: a smoke test
+    python lab/analyze.py all --quick      # all that train, with tiny models: a smoke test
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
 questions: run the command again to go on where it stopped. A kind whose file in relatives/ has
