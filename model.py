@@ -274,8 +274,8 @@ class Cache:
         self.layers = layers
         self.cos_sin = cos_sin  # [2, room, head_dim]
         self.room = cos_sin.shape[1]
-        # Tokens so far. Set it to 0 to start over. A lower number takes the last tokens back, with
-        # full attention alone: other kinds may have overwritten what they kept.
+        # Tokens so far. Set it to 0 to start over. A lower number takes the last tokens back: an
+        # error unless attention is full, as other kinds may have overwritten what they kept.
         self.length = 0
         self.ids: Tensor | None = None  # [B, length], table_ids of the text so far
 
@@ -657,6 +657,12 @@ class Decoder(nn.Module):
         n = ids.shape[1]
         start = cache.length
         if start > 0:
+            taken_back = cache.ids.shape[1] - start
+            can_go_back = all(type(kept) in (LayerCache, type(None)) for kept in cache.layers)
+            assert can_go_back or not taken_back, (
+                f"{taken_back} tokens were taken back from a cache that has overwritten what it "
+                "kept of earlier ones: begin again with length 0"
+            )
             ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
         cache.ids = ids
         # There are no earlier tokens, or their keys and values are kept.

@@ -54,6 +54,20 @@ def test_with_a_cache_logits_are_those_of_the_whole_text(model, monkeypatch):
         assert_close(torch.cat(made, dim=1), model(ids, table_ids=table_ids)[0])
 
 
+def test_tokens_that_are_taken_back_leave_nothing_or_cannot_be(model):
+    """As in speculative decoding. Kinds of attention may refuse, kinds of layers may not."""
+    ids = tokens(2, 12)
+    cache = model.make_cache(2)
+    model(torch.cat((ids[:, :8], tokens(2, 2, seed=5)), dim=1), cache=cache)
+    cache.length = 8
+    try:
+        logits, _ = model(ids[:, 8:], cache=cache)
+    except AssertionError as error:
+        assert "2 tokens were taken back" in str(error) and model.config.attention != "full"
+    else:
+        assert_close(logits, model(ids)[0][:, 8:])
+
+
 def test_logits_depend_on_no_later_token_and_on_no_other_text(model):
     ids = tokens(2, 29)
     for n in (1, 10, 28):
