@@ -34,7 +34,7 @@ def score_answers(
     prompt and the answer's tokens before it.
 
     Args:
-        table_prompts: the ids under which rows of the prompts are looked up, if others.
+        table_prompts: the ids under which rows of the prompts are looked up, if others: as many.
         temperature: at which `probability` samples.
         barred: a token that no answer may begin with; the others share its probability.
 
@@ -42,7 +42,9 @@ def score_answers(
         UserError: a prompt and its answer are longer than block_size.
     """
     ids, targets = (tensor.to(model.device) for tensor in with_answers(prompts, answers))  # [N, T]
-    table_ids = pad_together(table_prompts or prompts, answers)  # [N, T]
+    table_prompts = table_prompts or prompts
+    assert [*map(len, table_prompts)] == [*map(len, prompts)], "table_prompts have other lengths"
+    table_ids = pad_together(table_prompts, answers)  # [N, T]
     block_size = model.config.block_size
     if ids.shape[1] > block_size:
         raise UserError(f"prompt and answer have {ids.shape[1]} tokens, block_size is {block_size}")
@@ -81,6 +83,7 @@ def with_answers(
 ) -> tuple[Tensor, Tensor]:
     """Prompts with their answers, and what each position predicts, a token of the answer or nothing
     (-1): [N, T] each."""
+    assert all(map(len, prompts)), "a prompt is empty: begin with the end-of-text token"
     nothing = [[-1] * (len(prompt) - 1) for prompt in prompts]
     targets = pad_together(nothing, answers, filler=-1)  # [N, T - 1]
     return pad_together(prompts, answers), F.pad(targets, (0, 1), value=-1)

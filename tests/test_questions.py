@@ -50,6 +50,15 @@ def test_score_agrees_with_generating():
     torch.testing.assert_close(scores.probability, probability)
 
 
+@pytest.mark.parametrize(
+    ("prompts", "table_prompts"),
+    [([[], [1, 2, 3]], None), ([[1, 2, 3], [4, 5]], [[1, 2, 3], [4]])],
+)
+def test_what_would_be_scored_at_other_places_is_refused(prompts, table_prompts):
+    with pytest.raises(AssertionError, match="prompt"):
+        score_answers(decoder(), prompts, [[5, 6], [7]], table_prompts)
+
+
 def test_every_country_is_asked_in_all_forms_and_in_words_it_never_saw(encoding):
     n_country = len(countries.table())
     asked = fact_questions(encoding, countries.table(), ["capital"])
