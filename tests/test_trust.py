@@ -38,6 +38,7 @@ import common
 import convert
 from common import UserError, locked
 from lab import runs
+from tables.extra import rows_of, with_rows
 from text.huggingface import GPT2, read_tokenizer
 from training import checkpoints, folders, huggingface
 from training.batches import Data
@@ -481,6 +482,14 @@ def test_a_compiled_model_is_saved_as_what_was_compiled(stem_ckpt, tmp_path):
     model, encoding, _ = load_model(stem_ckpt, CPU)
     save_checkpoint(tmp_path / "ckpt.pt", torch.compile(model, backend="eager"), encoding)
     assert load_model(tmp_path / "ckpt.pt", CPU)[0].state_dict().keys() == model.state_dict().keys()
+
+
+def test_rows_that_no_checkpoint_could_give_back_are_not_saved(stem_ckpt, tmp_path):
+    model, encoding, _ = load_model(stem_ckpt, CPU)
+    model.tables = with_rows(model.tables, {5: rows_of(model.tables, [6])[0]})
+    with user_error("edit.save"):
+        save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
+    assert not [*tmp_path.iterdir()]
 
 
 ODD = (None, True, -1, 0.5, "x", [], [1], {}, {"a": 1}, float("nan"))
