@@ -17,6 +17,7 @@ resumed; not with --offload disk).
 
 import math
 import os
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -244,8 +245,9 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
         run.step = checkpoint["step"]
         run.best = checkpoint["best"]
-        if run.step and run.step == run.best[1] and not checkpoint["edits"]:
-            save_best(run)  # the run may have ended between ckpt.pt and best.pt
+        is_best = run.step and run.step == run.best[1] and not checkpoint["edits"]
+        if is_best and not has_best(run):  # it ended between ckpt.pt and best.pt
+            save_best(run)
     objective.begin(data, checkpoint["objective"] if settings.resume else None)
     if settings.compile:
         check_compiler(device)
@@ -367,6 +369,13 @@ def save_best(run: Run) -> None:
         remove(run.settings.out_dir / "best.pt")
     else:
         run.save_model("best.pt")
+
+
+def has_best(run: Run) -> bool:
+    """Whether best.pt is there, and of this step."""
+    with suppress(UserError):
+        return read_checkpoint(run.settings.out_dir / "best.pt")["step"] == run.step
+    return False
 
 
 def check_finite(settings: Settings, which: str, loss: float, step: int) -> None:

@@ -107,12 +107,13 @@ def report(
     shares = report_recall(model, data)
     if shares:
         log.write(type="recall", step=settings.max_iters, **shares)
-    written = ["metrics.jsonl", "loss.png"]
+    files = ["metrics.jsonl", "loss.png"]
     if ranks.rank == 0:
         draw_loss(settings.out_dir)
     if (settings.out_dir / "best.pt").exists():
-        written.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
-    print(f"wrote {settings.out_dir / 'ckpt.pt'}, {', '.join(written)}\n")
+        files.insert(0, f"best.pt (val loss {best[0]:.4f}, step {best[1]})")
+    # Not "wrote": a run that had finished, and was resumed, writes no checkpoint.
+    print(f"the run is in {settings.out_dir / 'ckpt.pt'}, {', '.join(files)}\n")
     commands = show(model, data, settings.seed)
     if ranks.rank == 0:
         suggest(settings, data, best, commands)
