@@ -26,6 +26,8 @@ at a time works in a folder.
 
 import signal
 import sys
+from argparse import SUPPRESS
+from dataclasses import fields
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -60,6 +62,12 @@ QUESTIONS = {
     "convert": convert,
     "scale": scale,  # last, as it refuses short texts
 }
+# The flags of questions about runs or checkpoints that are given; all others have `Experiment`'s.
+OF_GIVEN = {
+    "runs": ("plot",),
+    "token_share": ("plot", "tokens", "block_size", "data_dir", "device"),
+    "edits": ("device",),
+}
 SMOKE = "; --quick is a smoke test: after two steps of training, no figure means anything"
 
 
@@ -72,41 +80,50 @@ def main() -> None:
         "none; for ladder: kinds"
     )
     parser.add_argument("given", nargs="*", metavar="GIVEN", help=about)
+    own = {"default": SUPPRESS}  # so that what was given can be told
     about = "picture of runs (out/runs.png), of token_share (out/token_share.png)"
-    parser.add_argument("--plot", type=Path, help=about)
+    parser.add_argument("--plot", type=Path, help=about, **own)
     about = "for token_share: training tokens to read (1000000)"
-    parser.add_argument("--tokens", type=int, default=10**6, help=about)
+    parser.add_argument("--tokens", type=int, help=about, **own)
     about = "for token_share: length of windows (the model's context)"
-    parser.add_argument("--block_size", type=int, help=about)
+    parser.add_argument("--block_size", type=int, help=about, **own)
     add_flags(parser, Experiment)
     flags = vars(parser.parse_intermixed_args())  # those given stand before and after flags
     question, given = flags.pop("question"), flags.pop("given")
     if question is None:
         parser.error(f"which question? {', '.join(names)}")
-    plot = flags.pop("plot") or Path("out", f"{question}.png")
-    if plot.suffix not in (".png", ".svg", ".pdf"):
-        raise UserError(f"--plot {plot}: name a .png, .svg or .pdf file")
-    n_token, block_size = flags.pop("tokens"), flags.pop("block_size")
-    if n_token < 1:
-        raise UserError(f"--tokens {n_token}: give 1 or more")
-    paths = [Path(path) for path in given]
-    device = pick_device(flags.get("device", Experiment.device))
-
-    if question == "runs" and paths:
-        runs(paths, plot)
-    elif question == "token_share" and paths:
-        data_dir = str(flags.get("data_dir", Experiment.data_dir))
-        token_share(paths, data_dir, n_token, block_size, device, plot)
-    elif question == "edits" and paths:
-        for path in paths:
-            measure_checkpoint(path, device)
-    elif question in ("runs", "token_share") or (given and question != "ladder"):
+    takes = (*OF_GIVEN, "ladder")
+    if (given and question not in takes) or (not given and question in ("runs", "token_share")):
         raise UserError(
             "analyze.py: runs takes folders, token_share and edits checkpoints, ladder kinds of "
             "--ffn"
         )
-    else:
+    known = [field.name for field in fields(Experiment)]
+    if given and question in OF_GIVEN:
+        known = OF_GIVEN[question]
+    others = [f"--{name}" for name in flags if name not in known]
+    if others:
+        parser.error(f"{question} has no {' '.join(others)}")
+    if question not in OF_GIVEN or not given:
         answer(Experiment(**flags), question, given)
+        return
+
+    paths = [Path(path) for path in given]
+    device = pick_device(flags.get("device", Experiment.device))
+    plot = flags.get("plot", Path("out", f"{question}.png"))
+    if plot.suffix not in (".png", ".svg", ".pdf"):
+        raise UserError(f"--plot {plot}: name a .png, .svg or .pdf file")
+    if question == "runs":
+        runs(paths, plot)
+    elif question == "token_share":
+        n_token, block_size = flags.get("tokens", 10**6), flags.get("block_size")
+        if n_token < 1:
+            raise UserError(f"--tokens {n_token}: give 1 or more")
+        data_dir = str(flags.get("data_dir", Experiment.data_dir))
+        token_share(paths, data_dir, n_token, block_size, device, plot)
+    else:
+        for path in paths:
+            measure_checkpoint(path, device)
 
 
 def answer(experiment: Experiment, question: str, given: list[str]) -> None:

@@ -147,6 +147,14 @@ def test_what_an_analysis_refuses(data, tmp_path):
         assert "give different numbers, as 1337" in refused(*line, "--seeds", seeds)
     assert "5 finds learning rates" in refused(*line, "--seeds", "1,2,3,4,5")
     assert "runs takes folders" in refused("lab/analyze.py costs a.pt", cwd=tmp_path)
+    for asked, flag in (
+        ("ladder", "--plot x.png"),
+        ("costs", "--tokens 9"),
+        ("runs .", "--jobs 1"),
+        ("edits a.pt", "--fresh"),
+    ):
+        said = refused(f"lab/analyze.py {asked} {flag}", cwd=tmp_path)
+        assert f"{asked.split()[0]} has no {flag.split()[0]}" in said
     with locked(tmp_path / "quick"):
         assert "in use by another process" in refused(*line)
     for question in ("edits", "counterfact"):
