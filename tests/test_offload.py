@@ -440,13 +440,15 @@ def test_rows_whose_records_never_left_the_device_are_known_to_train(gpu, capsys
     assert "not trained" not in capsys.readouterr().out
 
 
-def test_what_is_loaded_replaces_what_is_on_the_device(gpu):
+@pytest.mark.parametrize("first", [0, 1])
+def test_what_is_loaded_replaces_what_is_on_the_device(gpu, first):
     tables = offloaded(gpu)
     optimizer = RowRMSprop(tables, state="number")
-    rows, state = copy.deepcopy((tables.state_dict(), optimizer.state_dict()))
+    parts = (tables, optimizer)
+    saved = copy.deepcopy([part.state_dict() for part in parts])
     train(tables, optimizer, batch(0))
-    tables.load_state_dict(rows)
-    optimizer.load_state_dict(state)
+    for number in (first, 1 - first):
+        parts[number].load_state_dict(saved[number])
     train(tables, optimizer, batch(0))
     tables.flush()
     other = resident().to(gpu.device)

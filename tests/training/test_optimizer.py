@@ -43,6 +43,23 @@ def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_a
     assert mine.grad is None
 
 
+@pytest.mark.parametrize("clip", [0.0, 1e-3])
+def test_gradients_of_a_scaled_loss_are_clipped_and_taken_as_those_of_the_loss(clip):
+    """Steps would not tell: their length hardly depends on the scale. Moments do."""
+    states = []
+    for dtype in ("float32", "float16"):
+        torch.manual_seed(0)
+        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+        optimizer = Optimizer(model, Settings(model=model.config, grad_clip=clip), dtype)
+        ids = torch.arange(10).view(2, 5) % 9
+        optimizer.scaler.scale(model(ids, ids)[1]).backward()
+        norm = optimizer.step(fraction=1.0)
+        moments = [state["exp_avg"] for state in optimizer.adamw.state.values()]
+        rows = [of_rows.state for of_rows in optimizer.rmsprops.values()]
+        states.append([norm, moments, rows])
+    torch.testing.assert_close(*states, atol=0, rtol=1e-5)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
 def test_a_compiled_model_has_the_tables_of_the_model_in_it():
     model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
