@@ -435,7 +435,11 @@ def test_rows_whose_records_never_left_the_device_are_known_to_train(gpu, capsys
     optimizer = RowRMSprop(tables, state="number")
     for _ in range(3):
         train(tables, optimizer, batch(0), later=batch(0))
-    whole = SimpleNamespace(rmsprops={"tables": optimizer}, scaler=SimpleNamespace(enabled=False))
+    whole = SimpleNamespace(
+        rmsprops={"tables": optimizer},
+        scaler=SimpleNamespace(enabled=False),
+        adamw=SimpleNamespace(param_groups=[]),
+    )
     check_trained(nn.Identity(), whole)
     assert "not trained" not in capsys.readouterr().out
 

@@ -16,15 +16,18 @@ MOST_NUMBERS = 1 << 28  # in the weights of a model that is loaded beside itself
 
 @torch.no_grad()
 def check_trained(model: Decoder, optimizer: Optimizer) -> None:
-    """Whether each parameter and each table got a gradient in the steps so far. Its second moments,
-    which begin at zero, tell."""
+    """Whether each parameter of AdamW and each table got a gradient in the steps so far. Its second
+    moments, which begin at zero, tell."""
     if optimizer.scaler.enabled and not optimizer.adamw.state:
         tqdm.write("note: no step was taken so far, as gradients overflow float16: take float32?")
         return
     names = []
+    mine = {p for group in optimizer.adamw.param_groups for p in group["params"]}
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad or parameter not in mine:
+            continue
         state = optimizer.adamw.state.get(parameter)  # None: it never had one
-        if parameter.requires_grad and (state is None or not state["exp_avg_sq"].any()):
+        if state is None or not state["exp_avg_sq"].any():
             names.append(name)
     for name, rmsprop in optimizer.rmsprops.items():
         rmsprop.tables.flush()  # tables that are offloaded keep those of the last batch on the GPU

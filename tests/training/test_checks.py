@@ -6,6 +6,7 @@ import torch
 from conftest import add_relative, assert_same_run, checkpoint, interrupted, resume, small_run
 
 import model
+import train
 from model import Decoder, ModelConfig
 from stem import StemFFN
 from tables.storage import RamStorage
@@ -160,6 +161,20 @@ def test_a_model_of_one_token_is_compared_with_what_is_loaded(data, tmp_path, mo
     add_relative(monkeypatch, tmp_path, "mine", HEAD + NO_PARAMETER)
     small_run(data, tmp_path / "lost", block_size=1, max_iters=1, ffn="mine")
     assert said in capsys.readouterr().out
+
+
+def test_what_an_optimizer_beside_adamw_trains_is_not_said_to_be_untrained(
+    data, tmp_path, monkeypatch, capsys
+):
+    class WithSGD(optimizer.Optimizer):
+        def __init__(self, *args):
+            super().__init__(*args)
+            sgd = torch.optim.SGD(self.adamw.param_groups.pop(0)["params"], lr=0.01)
+            self.adamw.register_step_pre_hook(lambda *_: sgd.step())
+
+    monkeypatch.setattr(train, "Optimizer", WithSGD)
+    small_run(data, tmp_path / "out", max_iters=4)
+    assert "note: " not in capsys.readouterr().out
 
 
 def test_steps_that_float16_skips_are_no_layers_fault(data, tmp_path, monkeypatch, capsys):
