@@ -2,10 +2,12 @@
 
 import copy
 import math
+import os
 import re
 import shlex
 import shutil
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -527,6 +529,13 @@ def test_any_folder_can_be_named_and_printed_commands_find_it(data, tmp_path, mo
     assert "--resume" not in command(*untrained).stdout
     command("sample.py --max_new_tokens 2 --ckpt", "~/my run/ckpt.pt")
     assert not Path("~").exists()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such names")
+def test_the_name_of_a_folder_may_be_no_utf_8(data, tmp_path):
+    out = small_run(data, tmp_path / os.fsdecode(b"\xff"), max_iters=3, eval_interval=3)
+    resume(out, max_iters=12, offload="disk")
+    assert load_model(out, CPU, offload="disk")[2]["step"] == 12
 
 
 def test_all_that_consists_of_rows_has_a_second_moment_per_number():

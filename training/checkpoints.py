@@ -235,8 +235,16 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
                     if part.endswith("data.pkl"):  # all but the numbers of tensors
                         archive.read(part)
                 damaged = archive.testzip() if verify else None
-            is_mapped = sys.platform != "win32"  # where no file is replaced while it is mapped
-            checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
+            # Windows replaces no file that is mapped. PyTorch maps none whose name is not UTF-8:
+            # in its name, Python has characters that are not printable.
+            is_mapped = sys.platform != "win32" and str(path).isprintable()
+            with open(path, "rb") as file:
+                checkpoint = torch.load(
+                    path if is_mapped else file,
+                    map_location="cpu",
+                    weights_only=True,
+                    mmap=is_mapped,
+                )
         except UnpicklingError:  # its text suggests to load it anyway
             raise Damage("it holds more than tensors, possibly code: do not trust it") from None
         except (OSError, MemoryError):
