@@ -14,6 +14,8 @@ class ExtraRows(Tables):
     wherever they are stored. A checkpoint does not hold such tables: `edit.save` writes the rows
     into one."""
 
+    can_be_saved = False
+
     def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
         """rows: [n, n_table, W], one for each of the ids."""
         super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)

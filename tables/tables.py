@@ -50,6 +50,7 @@ class Tables(nn.Module):
     state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
     storage: TableStorage | None = None  # where they are stored, if they are not parameters
     on_disk = False
+    can_be_saved = True  # in a checkpoint, see `ExtraRows`
     frozen = False  # rows stay as they are, see `requires_grad_`
     n_rank = 1  # processes, each of which has columns of its own (sharded.py)
 

@@ -39,7 +39,6 @@ from common import (
     require_fields,
 )
 from model import Decoder, ModelConfig, decoder_class
-from tables.extra import ExtraRows
 from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
@@ -113,7 +112,7 @@ def save_checkpoint(
 
     Raises:
         UserError: the tokenizer is not the model's, `args` has something that is no setting, or the
-            model is of a class that readers would not find, or reads ExtraRows.
+            model is of a class that readers would not find, or reads rows of edits in memory.
         ValueError: as `write_checkpoint`.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model), which has other names
@@ -124,7 +123,7 @@ def save_checkpoint(
         kinds = f"a {made.__module__}.{made.__name__} would be read as {read.__module__}.Decoder"
         raise UserError(f"{path}: {kinds}: make it the class Decoder {where}")
     tables = model.tables
-    if isinstance(tables, ExtraRows):  # which nobody could read again
+    if not tables.can_be_saved:
         raise UserError(f"{path}: rows that are read in place of others are saved by edit.save")
     kind = type(tables)
     if kind.__module__.partition(".")[0] not in ("tables", "offload", "relatives"):
