@@ -168,6 +168,8 @@ def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, p
     assert converted.config.ffn == model.config.ffn
     ids = torch.randint(300, (2, 60))
     torch.testing.assert_close(converted(ids)[0], model(ids)[0])
+    opened, _ = convert.read_folder(tmp_path / "llama")
+    assert torch.equal(opened(ids)[0], converted(ids)[0])  # also without a checkpoint
     assert encoding.n_vocab == 300 and encoding.decode([299]) == "<|unused_299|>"
 
 

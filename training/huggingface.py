@@ -140,7 +140,9 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
     with torch.device("meta"):  # nothing is allocated before all shapes are right
         model = Decoder(config)
     check_weights(folder, weights, named_weights(model))
-    model.to_empty(device="cpu")
+    # Room for what files have. What they lack, Embformer's `mix`, is there and stays.
+    room = {name: torch.empty_like(w, device="cpu") for name, w in model.state_dict().items()}
+    model.load_state_dict(room, assign=True)
     for name, weight in named_weights(model).items():
         weight.copy_(weights[name])
         if not weight.isfinite().all():
