@@ -601,11 +601,12 @@ class Decoder(nn.Module):
         ids = ids.long()  # addresses of n-grams need 64 bits
         n = ids.shape[1]
         assert documents is None or cache is None, "documents are known to no cache"
-        if cache is None:  # an empty one, so that below there is only one case
-            cos_sin = rotary(min(n, self.config.block_size), self.config, self.device)
-            cache = Cache([None] * len(self.blocks), cos_sin)
-        start, room = cache.length, cache.room
+        start, room = 0, self.config.block_size
+        if cache is not None:
+            start, room = cache.length, cache.room
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
+        if cache is None:  # an empty one, so that below there is only one case
+            cache = Cache([None] * len(self.blocks), rotary(n, self.config, self.device))
 
         # 1) What layers read beside x: rows, positions, masks.
         row_ids = ids if table_ids is None else table_ids.long()

@@ -275,6 +275,14 @@ def test_compiled_blocks_take_changing_lengths_without_breaks_or_a_graph_for_eac
     assert counters["stats"]["unique_graphs"] <= 4  # with and without rows; one length, any length
 
 
+def test_a_model_is_exported_for_texts_of_any_length():
+    model = decoder(ffn="stem", n_layer=1, stem_layers="0")
+    sizes = {0: torch.export.Dim("batch", min=2), 1: torch.export.Dim("length", min=2, max=32)}
+    exported = torch.export.export(model, (tokens(2, 9),), dynamic_shapes=(sizes,)).module()
+    for ids in (tokens(3, 32), tokens(5, 4)):
+        assert_close(exported(ids)[0], model(ids)[0])
+
+
 def test_what_stands_in_place_of_the_head_is_called():
     """As adapters do, which keep its weight."""
     model = decoder(ffn="dense", tie_head=False)
