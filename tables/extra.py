@@ -33,10 +33,13 @@ class ExtraRows(Tables):
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         which = self.which.to(ids.device)[ids]  # [B, T]
         is_extra = which >= 0
-        which = which[is_extra]  # [n]
+        places = is_extra.nonzero(as_tuple=True)  # [n] each
+        which = which[places]  # [n]
         for table, rows in enumerate(self.tables.lookup(ids.masked_fill(is_extra, 0))):
-            own = self.extra[which, table].to(rows.dtype)  # [n, W]
-            yield rows.index_put(is_extra.nonzero(as_tuple=True), own)  # [B, T, W]
+            if len(which):  # in decoding, there are rarely some
+                own = self.extra[which, table].to(rows.dtype)  # [n, W]
+                rows = rows.index_put(places, own)
+            yield rows  # [B, T, W]
 
 
 @torch.no_grad()
