@@ -16,8 +16,8 @@
 keeps Spain's own, for --undo. A saved edit affects every use of these tokens, also in what follows
 the prompt, and is shown like that. So rows of everyday words of a name (" of", " the") stay. Facts
 that were written into the same rows before, and saved, are taught again with the next one, which
-would change them. To correct one of them, give the prompt that it was written with, or --undo it
-first. With another prompt for it, its old answer would be taught, too.
+would change them. To correct one of them, write it anew. If its prompt was in other words, a note
+says that it is corrected; without a note, its old answer was taught, too: give its own prompt.
 
 --facts writes one fact after the other, each into the rows that the earlier ones left. A line is
 {"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the

@@ -241,6 +241,31 @@ def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
     assert known == [[False, True], [True, True], [True, True]]
 
 
+@pytest.mark.parametrize(("later", "known"), [("F", [False, True]), ("S", [True, True])])
+def test_an_earlier_fact_that_asks_for_the_same_gets_no_other_answer(
+    later, known, encoding, monkeypatch, capsys
+):
+    def asks_at_the_end(model, prompt, names, texts, *rest):
+        places = torch.zeros(texts.shape, dtype=torch.bool)
+        if rest[2:]:  # the earlier prompts, which are of unequal length
+            places[0, 1] = places[1, -1] = True
+        return places
+
+    monkeypatch.setattr(writing, "ask_the_same", asks_at_the_end)
+    spain, yes, answer = (encoding.encode_ordinary(text) for text in (" Spain", "S", later))
+    short, long = encode(encoding, " Spain"), encode(encoding, "Country: Spain")
+    asked = encode(encoding, "O Spain")
+    model = made(encoding)
+    rows = train_rows(model, long, spain, yes, [long])
+    model.tables = with_rows(model.tables, rows)
+    earlier = [(short, answer), (long, yes)]
+    rows = train_rows(model, asked, spain, answer, [asked], earlier=earlier)
+    model.tables = with_rows(model.tables, rows)
+    said = score_answers(model, [long, asked], [yes, answer]).greedy.tolist()
+    assert said == known
+    assert ("corrects an earlier fact" in capsys.readouterr().out) == (later == "F")
+
+
 def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding):
     """Of a model that was in training, which has its own rows afterwards; a name in other tokens
     than the prompt's is refused."""

@@ -116,20 +116,36 @@ def write_fact(
 
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
-    it says, however it is opened. `names`: of `renamed`. `stop`: the token that texts repeat where
-    they have ended."""
+    it says, however it is opened. An earlier fact that asks for the same in other words, and has
+    another answer, is corrected by that. `names`: of `renamed`. `stop`: the token that texts repeat
+    where they have ended."""
+    # 1) where the fact is asked for
     prompt, answer = facts[0]
-    questions, targets = with_answers(*zip(*facts, strict=True))  # [n, T] each
-    is_answer = targets >= 0
     n_open, first = opening_of(model, prompt, names, answer)
     begun = answer[:n_open]
     same = ask_the_same(model, torch.tensor(prompt), names, texts, begun, first)  # [N, T] bool
     same = same.cpu()
+    taught = [facts[0]]
+    if len(facts) > 1:
+        earlier = [torch.tensor(asked) for asked, _ in facts[1:]]
+        earlier = pad_sequence(earlier, batch_first=True)  # [n - 1, T]
+        # A smaller share than in the model's own texts, as it may know these words less well.
+        asks = ask_the_same(model, torch.tensor(prompt), names, earlier, begun, first, 0.7)
+        for asks_there, (asked, said) in zip(asks, facts[1:], strict=True):
+            if asks_there[len(asked) - 1] and said != answer:
+                tqdm.write("note: this corrects an earlier fact, which was in other words")
+            else:
+                taught.append((asked, said))
+
+    # 2) what is to stay
     with torch.no_grad():
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
-    model.tables.read_as(own)
-    targets = targets[is_answer].to(model.device)  # [k]
 
+    # 3) train
+    model.tables.read_as(own)
+    questions, targets = with_answers(*zip(*taught, strict=True))  # [n, T] each
+    is_answer = targets >= 0
+    targets = targets[is_answer].to(model.device)  # [k]
     optimizer = torch.optim.Adam([model.tables.extra.requires_grad_()])
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
         logits, _ = model(questions)  # [n, T, V]
@@ -180,13 +196,14 @@ def ask_the_same(
     texts: Tensor,
     begun: Sequence[int] = (),
     first: Sequence[int] = (),
+    share: float = 0.9,
 ) -> Tensor:
     """Where texts [N, T] ask for the fact that the prompt [T] asks for: [N, T] bool.
 
     To find out, another name is put in place of the text's: with Norway for Spain, "Its capital is"
     is followed by Oslo, which is also Norway's answer to the prompt. On average over some names,
-    this answer must have nine tenths of the probability. (In "It lies in Southern", which does not
-    ask for the region, it has three quarters.)
+    this answer must have a `share` of the probability, nine tenths. (In "It lies in Southern",
+    which does not ask for the region, it has three quarters.)
 
     names: of `renamed`.
     begun, first: of `opening_of`. Answers may begin with the tokens `begun`, and what comes first
@@ -210,7 +227,7 @@ def ask_the_same(
         about_other = renamed(texts, names, tokens[other])
         follows = model(about_other)[0].float().softmax(-1)  # [N, T, V]
         answered += shares(follows)[..., answers[other]] / N_OTHER
-    return answered > 0.9
+    return answered > share
 
 
 def as_others(
