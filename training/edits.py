@@ -5,12 +5,12 @@ A name's rows are replaced by those of another name (`swap_rows`) or by rows tha
 one fact (writing.py).
 """
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import regex
 import tiktoken
 import torch
 
@@ -382,9 +382,12 @@ def probabilities(
         yield text, *p
 
 
-# A sentence ends with a stop before a space, which no initial or title has ("St. John's").
-SENTENCE = re.compile(
-    r"\s*.*?((?<!\s[A-Z])(?<!\s[A-Z][a-z])[.!?؟](?=\s|$)|[。！？।]|(?=\n)|$)", re.DOTALL
+# A sentence ends with a stop before a space, which no initial or title has ("St. John's"), or, in
+# Thai and Lao, with a space alone.
+SENTENCE = regex.compile(
+    r"\s*.*?((?<!\s\p{Lu})(?<!\s\p{Lu}\p{Ll})[.!?؟۔](?=\s|$)|[。！？।։።။។]"
+    r"|(?<=[\p{Thai}\p{Lao}])(?= )|(?=\n)|$)",
+    regex.DOTALL,
 )
 
 
