@@ -155,6 +155,8 @@ def test_the_page_is_one_file_for_itself_alone(page):
     assert status == 200 and not re.search(r'(src|href)="(?!data:)|https?:|@import', html)
     named, there = (set(re.findall(form, html)) for form in (r'\$\("(\w+)"\)', r'id="(\w+)"'))
     assert named and named <= there
+    # Tokens are boxes: in Arabic, the first stands at the right only if their place is told.
+    assert all(f'id="{place}" dir="auto"' in html for place in ("before", "after"))
     own = f"localhost:{page.server_port}"
     assert request(page, "POST", "/about", Host=own, Origin=f"http://{own}")[0] == 200
     for headers in (
