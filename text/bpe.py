@@ -34,8 +34,9 @@ PIECE = 256
 
 def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
     """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighboring
-    tokens into a new token; among equals, that of the smallest first id, then second id. It ends
-    with `vocab_size` ids, or when no pair is left that occurs `min_count` times."""
+    tokens into a new token; among equals, that of the smallest first id, then second id. Pairs
+    that would cut a character of three or four bytes are left alone. It ends with `vocab_size` ids,
+    or when no other pair is left that occurs `min_count` times."""
     if vocab_size < FIRST_MERGE:
         raise UserError(f"--vocab_size {vocab_size} must be at least {FIRST_MERGE}")
     word_counts: Counter[str] = Counter()
