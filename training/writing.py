@@ -42,7 +42,8 @@ def train_rows(
     earlier: Sequence[Fact] = (),
 ) -> dict[int, Tensor]:
     """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
-    Its weights are frozen, and it is in eval() mode, from here on.
+    Its weights are frozen, and it is in eval() mode, from here on. Until this returns, it reads
+    rows that are being trained: other threads would, too.
 
     Args:
         beginnings, stop: of texts about the name, as of `texts_about`.
