@@ -828,11 +828,14 @@ def sample(
 ) -> Tensor:
     """Draw a token from logits [B, V] -> [B]: the most probable one at temperature 0, else from the
     top_k most probable ones (None or 0: all), and from the most probable ones that together reach
-    top_p. RuntimeError: a probability is NaN."""
+    top_p. RuntimeError: a logit or a probability is NaN."""
     assert temperature >= 0, f"temperature={temperature} is below 0"
     assert top_p is None or top_p > 0, f"top_p={top_p} is not above 0"
     if temperature == 0:
-        return logits.argmax(-1)
+        best, token = logits.max(-1)
+        if best.isnan().any():  # it would count as the largest
+            raise RuntimeError("a logit is nan")
+        return token
     # Subtract the largest logit, so that no temperature, however low, overflows.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / temperature
     if top_k and top_k < logits.shape[-1]:

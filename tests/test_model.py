@@ -256,8 +256,11 @@ def test_sample_draws_from_what_is_kept(limits, kept):
     found = drawn.bincount(minlength=5) / 20_000
     assert torch.equal(found > 0, expected > 0)
     assert_close(found, expected / expected.sum(), atol=0.02, rtol=0)
-    with pytest.raises(RuntimeError, match="nan"):
-        sample(torch.tensor([[0.0, 1.0, torch.inf]]), **{**limits, "temperature": 1.0})
+    nan = torch.tensor([[0.0, 1.0, math.nan]])
+    overflow = torch.tensor([[0.0, 1.0, torch.inf]])  # at any temperature but 0
+    for wrong, at in ((nan, limits), (overflow, {**limits, "temperature": 1.0})):
+        with pytest.raises(RuntimeError, match="nan"):
+            sample(wrong, **at)
 
 
 @pytest.mark.parametrize("ffn", ["stem", "embformer"])
