@@ -86,6 +86,8 @@ def test_a_table_in_another_encoding_is_said_to_be_in_one(tmp_path, encoding, co
         ("a.json", '{\n "text": "a story"\n}\n', ["a story"]),  # a record over several lines
         ("a.csv", 'text\n"quoted, whole"\nempty,\n', ["quoted, whole", "empty"]),
         ("a.tsv", "text\t,,\nit begins, and ends\t\n", ["it begins, and ends"]),
+        ("a.csv", "text,id\nfewer cells\nall,2\n", ["fewer cells", "all"]),
+        ("a.csv", "id,text\n1\n2,all\n", ["all"]),
     ],
 )
 def test_what_belongs_together_is_one_text(tmp_path, name, text, texts):
