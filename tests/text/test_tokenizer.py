@@ -12,6 +12,7 @@ from itertools import pairwise
 import pytest
 import regex
 import tiktoken
+import torch
 from conftest import command, refused
 from tiktoken import load, registry
 from tiktoken_ext import openai_public
@@ -22,6 +23,8 @@ from text.bpe import FIRST_BYTE, FIRST_MERGE, PATTERN
 from text.dataset import read_meta, read_tokenizer
 from text.huggingface import CL100K_PATTERN, GPT2_PATTERN
 from text.tokenizer import SPECIALS
+from text.writer import write_dataset
+from training.batches import Data
 
 # Public domain: Carroll, Melville.
 CORPUS = [
@@ -312,6 +315,22 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
     monkeypatch.setattr(registry, "ENCODINGS", {})
     says = refused(f"{line} c", cwd=tmp_path)
     assert "No such file" in says and 'get_encoding("tiny")' in says
+
+
+def test_ids_beyond_16_bits_are_written_and_read(tmp_path):
+    wide = tiktoken.Encoding(
+        name="wide",
+        pat_str=GPT2_PATTERN,
+        mergeable_ranks={bytes([b]): 2**16 + b for b in range(256)},
+        special_tokens={"<|endoftext|>": 2**16 + 256},
+    )
+    text = "Anna sees Bob. " * 9
+    documents = [(split, text) for split in ("train", "val")]
+    write_dataset(tmp_path / "data", documents, wide, "text", corpus="files", seed=0)
+    data = Data(tmp_path / "data", "text", 32, seed=0, total=8)
+    ids, targets = data.train.batch(0, 4)  # [4, 32] each
+    for window in torch.cat((ids, targets[:, -1:]), dim=1).tolist():
+        assert data.encoding.decode(window) in f"<|endoftext|>{text}<|endoftext|>{text}"
 
 
 # Streaming
