@@ -16,6 +16,7 @@ from corpora import countries
 from corpora.questions import score_answers
 from corpora.recall import ask, chat_questions, chat_recall, demo, fact_questions
 from model import Decoder, ModelConfig, decoder_class, relatives
+from tables.tables import ResidentTables
 from text import bpe
 from training.edits import check_editable
 
@@ -155,6 +156,29 @@ def test_rows_are_edited_where_each_token_reads_its_own(kind, options):
     proposed = any("edit.py" in line for line in demo(model, {"countries"})[1])
     assert proposed == is_own
     with nullcontext() if is_own else user_error("n-grams or hashes"):
+        check_editable(model)
+
+
+class Shared(ResidentTables):
+    """A table of V rows, of which eight tokens read one."""
+
+    def lookup(self, ids):
+        return super().lookup(ids // 8)
+
+
+class Scaled(ResidentTables):
+    def lookup(self, ids):
+        return (2 * rows for rows in super().lookup(ids))
+
+
+@pytest.mark.parametrize("kind", [ResidentTables, Shared, Scaled])
+def test_rows_are_edited_where_a_lookup_returns_what_is_stored(kind):
+    """Else a saved edit would not read as it was shown."""
+    model = decoder(ffn="stem")
+    rows = model.tables
+    model.tables = kind(len(rows.weight), rows.n_row, rows.width)
+    model.tables.init_rows(1.0)
+    with nullcontext() if kind is ResidentTables else user_error(f"{kind.__name__}.lookup"):
         check_editable(model)
 
 
