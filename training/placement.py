@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from common import UserError
 from offload import OffloadedTables
 from tables import sharded
 from tables.storage import DiskStorage, RamStorage, check_room
@@ -71,3 +72,16 @@ def make_tables(
         return tables_class(storage, device)
 
     return make
+
+
+def check_placed(tables: Tables, offload: str, device: torch.device, dtype: torch.dtype) -> None:
+    """UserError: tables are of somebody's own, which are not where a run is to have them, or not of
+    its dtype."""
+    if not len(tables.weight):
+        return
+    own = f"{type(tables).__name__} of a relative's own"
+    far = offload == "disk" or (offload == "cpu" and device.type in STREAM_DEVICES)
+    if far and tables.storage is None:
+        raise UserError(f"--offload {offload} does not reach {own}: leave it out")
+    if dtype != torch.float32 and tables.weight[0].dtype != dtype:
+        raise UserError(f"--table_dtype does not reach {own}: leave it out")

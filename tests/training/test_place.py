@@ -8,6 +8,7 @@ import torch
 from conftest import (
     CPU,
     SMALL,
+    add_relative,
     assert_same_run,
     checkpoint,
     contents,
@@ -15,6 +16,7 @@ from conftest import (
     refused,
     resume,
     small_run,
+    user_error,
 )
 from simulated_gpu import SimulatedGpu
 
@@ -63,6 +65,25 @@ def test_a_run_resumes_to_the_bit_in_another_place(data, tmp_path, more):
         resume(whole, max_iters=max_iters)
         resume(cut, max_iters=max_iters, offload=place)
     assert_same_run(cut, whole)
+
+
+OWN = """
+import model
+
+class Decoder(model.Decoder):
+    def make_tables(self, tables, widths):
+        return model.ResidentTables(len(widths), self.config.vocab_size, widths[0])
+"""
+
+
+@pytest.mark.parametrize("flags", [dict(offload="disk"), dict(table_dtype="bfloat16")], ids=str)
+def test_flags_that_tables_of_ones_own_do_not_obey_are_refused(data, tmp_path, monkeypatch, flags):
+    add_relative(monkeypatch, tmp_path, "mine", OWN)
+    (name,) = flags
+    with user_error(f"--{name}"):
+        small_run(data, tmp_path / "out", ffn="mine", max_iters=1, **flags)
+    small_run(data, tmp_path / "out", ffn="mine", max_iters=1, offload="cpu")
+    small_run(data, tmp_path / "like", ffn="stem", max_iters=1, **flags)
 
 
 def test_room_is_checked_before_training_replaces_a_run(out, data, tmp_path, monkeypatch):
