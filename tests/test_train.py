@@ -483,7 +483,7 @@ def test_eval_only_reads_as_much_whatever_the_run_read_and_shorter_windows(data,
 
 
 def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch):
-    """Each passage alone. Tables of one's own, too, are trained, resumed and read again."""
+    """Each passage alone. Tables of another shape are trained, moved to disk and read."""
     pages = ("README.md", "CONTRIBUTING.md")
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
     text = text.replace("range(100)", "range(2)").replace("max_iters=100", "max_iters=2")
@@ -495,7 +495,7 @@ def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch):
             add_relative(monkeypatch, tmp_path, "shared", block)
     out = small_run(data, tmp_path / "shared", ffn="shared", max_iters=2)
     first, encoding, _ = load_model(out, CPU)
-    resume(out, max_iters=3)
+    resume(out, max_iters=3, offload="disk")
     model, _, _ = load_model(out, CPU)
     assert len(model.tables.weight[0]) == -(-encoding.n_vocab // 8)
     assert not torch.equal(model.tables.weight[0], first.tables.weight[0])
