@@ -171,7 +171,11 @@ def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> t
 
 def decoder_class(ffn: str) -> type["Decoder"]:
     """The decoder of a kind of --ffn. Its `config_class` is its kind of ModelConfig."""
-    return find("Decoder", ffn, dict.fromkeys(BUILT_IN, Decoder), f"--ffn {ffn}")
+    kind = find("Decoder", ffn, dict.fromkeys(BUILT_IN, Decoder), f"--ffn {ffn}")
+    if "__dataclass_fields__" not in vars(kind.config_class):  # else its fields are the parent's
+        config = kind.config_class.__name__
+        raise UserError(f"relatives/{ffn}.py: class {config} needs @dataclass above it")
+    return kind
 
 
 # --- attention ---

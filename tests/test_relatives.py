@@ -222,6 +222,28 @@ def test_no_file_has_the_name_of_what_is_built_in(monkeypatch, tmp_path, name):
         Decoder(config)
 
 
+def test_a_config_whose_fields_python_does_not_make_is_refused(monkeypatch, tmp_path):
+    """Its flags would not be known, and `config.gated` would be a Field, which counts as true."""
+    source = """
+from dataclasses import dataclass
+
+import model
+from common import flag
+
+@dataclass
+class Config(model.ModelConfig):
+    gated: bool = flag(False, "whether there is a gate")
+
+class Decoder(model.Decoder):
+    config_class = Config
+"""
+    add_relative(monkeypatch, tmp_path, "right", source)
+    assert decoder_class("right").config_class().gated is False
+    add_relative(monkeypatch, tmp_path, "wrong", source.replace("@dataclass\n", ""))
+    with pytest.raises(UserError, match=r"relatives/wrong.py: class Config needs @dataclass"):
+        decoder_class("wrong")
+
+
 def test_a_config_of_another_kind_is_refused():
     moe = decoder_class("moe")
     for made in (lambda: Decoder(ModelConfig(ffn="moe")), lambda: moe(moe.config_class())):
