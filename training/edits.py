@@ -86,6 +86,8 @@ def check_editable(model: Decoder) -> None:
         if len(model.tables.weight):
             what = "rows of n-grams or hashes, which do not belong to one name"
         raise UserError(f"--ckpt is a model that has {what}")
+    if isinstance(model.tables, ExtraRows):  # of an edit before this one
+        return
     # A lookup of somebody's own may find other rows, or change them: what is saved under an id
     # would not be what was shown.
     some = [*range(0, model.tables.n_row, 1 + model.tables.n_row // 100)]
