@@ -4,6 +4,7 @@ import contextlib
 import errno
 import glob
 import json
+import math
 import os
 import secrets
 import shlex
@@ -102,12 +103,12 @@ def command_line(script: str, *words: object) -> str:
 
 # --- flags ---
 
-# What the value of a flag must be, in words and as a test, which NaN never passes.
+# What the value of a flag must be, in words and as a test, which NaN and infinity never pass.
 RANGES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda value: value >= 1,
     "from 1 to 10,000": lambda value: 1 <= value <= 10_000,
-    "a positive number": lambda value: value > 0,
-    "0 or more": lambda value: value >= 0,
+    "a positive number": lambda value: 0 < value < math.inf,
+    "0 or more": lambda value: 0 <= value < math.inf,
     "0 or more and below 1": lambda value: 0 <= value < 1,
     "between 0 and 1": lambda value: 0 < value < 1,
     "above 0 and at most 1": lambda value: 0 < value <= 1,

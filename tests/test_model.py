@@ -29,6 +29,8 @@ from training.settings import parse_args
         ("--ffn lstm", "--ffn lstm is not one of dense, stem, embformer, nor of relatives/: bank"),
         ("--dropout 1.0", "--dropout 1.0 must be 0 or more and below 1"),
         ("--table_std nan", "--table_std nan"),
+        ("--table_std inf", "--table_std inf must be 0 or more"),
+        ("--init_std inf", "--init_std inf must be a positive number"),
         ("--stem_layers most", "--stem_layers most must be third, half, all or numbers"),
         ("--stem_layers 0,3", "layers from 0 to 2"),
         ("--attention windows", "--attention windows is not one of full, nor of relatives/: li"),
