@@ -551,11 +551,12 @@ def test_what_was_cut_or_edited_by_hand_is_one_line_or_works(llama, data, traine
 def test_a_field_of_another_type_is_one_line_that_names_the_file(on_disk, tmp_path):
     """... of what only --resume reads, too, and each setting."""
     saved = {**checkpoint(on_disk), "model": {}, "optimizer": {}}  # so written sooner
-    assert saved.keys() >= {*checkpoints.FIELDS, *checkpoints.RESUMABLE} - {"edits"}
+    assert saved.keys() >= {*checkpoints.FIELDS, *checkpoints.RESUMABLE} - {"edits", "own_tables"}
     path = tmp_path / "ckpt.pt"
     records = [{**saved, name: 1j} for name in {*checkpoints.FIELDS, *checkpoints.RESUMABLE}]
     records += [{**saved, "args": {**saved["args"], name: 1j}} for name in saved["args"]]
     records += [{**saved, "tables": {**saved["tables"], name: 1j}} for name in saved["tables"]]
+    records.append({**saved, "own_tables": "Mine"})  # which were not made by a relative
     # What is not there at all has no default in the checkpoint of a run.
     for lost in ("step", "data", *checkpoints.RESUMABLE.keys() - {"optimizer"}):
         records.append({name: saved[name] for name in saved if name != lost})

@@ -58,6 +58,7 @@ FIELDS = dict(
     relatives=dict[str, str],
     tables=dict[str, Any] | None,
     replaced=str | None,
+    own_tables=type(None),  # earlier, the name of a kind that no file of ours had
     step=int,
     data=list[OF_DATA],
     edits=list[OF_EDIT],
