@@ -232,13 +232,13 @@ def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])
-def test_a_setting_of_a_relative_is_none_of_every_run(field, tmp_path, monkeypatch):
+def test_a_setting_of_a_relative_is_none_of_every_run(field, data, tmp_path, monkeypatch):
     """Else it would take the value that the run was given."""
     code = CONFIG.replace("    sizes:", f"    {field}\n    sizes:")
     add_relative(monkeypatch, tmp_path, "clash", code)
-    assert "clash.py: the setting seed" in refused("train.py --ffn clash --seed 3")
+    assert "clash.py: the setting seed" in refused("train.py --ffn clash --seed 3 --data_dir", data)
     with user_error(r"clash\.py: the setting seed"):
-        train.resolve_settings(ffn="clash", seed=3)
+        train.resolve_settings(ffn="clash", seed=3, data_dir=data)
 
 
 def fail(said: str) -> None:
