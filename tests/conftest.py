@@ -61,7 +61,7 @@ EDIT = flags(source="Anna", target="Björn", prompt="Anna sees", max_new_tokens=
 
 
 def command(
-    *args, cwd: Path = ROOT, fails: bool = False, stdin: str = ""
+    *args, cwd: Path | str = ".", fails: bool = False, stdin: str = ""
 ) -> subprocess.CompletedProcess:
     """Run `python args...` in a folder, but in this process, where all is imported already: an
     exception is one here. A failure must be one line without a traceback. The first argument may be
@@ -96,7 +96,7 @@ def errors_of(done: subprocess.CompletedProcess) -> list[str]:
     return [line for line in lines if line.startswith("error: ")]
 
 
-def refused(*args, cwd: Path = ROOT) -> str:
+def refused(*args, cwd: Path | str = ".") -> str:
     """The one line in which a command refuses."""
     return errors_of(command(*args, cwd=cwd, fails=True))[0]
 
@@ -215,6 +215,13 @@ def no_gpu(request, monkeypatch):
     if "gpu" not in request.keywords:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
+
+
+@pytest.fixture(autouse=True)
+def where_tests_work(request, monkeypatch):
+    """In the folder of their own, if they ask for one."""
+    has_folder = "tmp_path" in request.fixturenames
+    monkeypatch.chdir(request.getfixturevalue("tmp_path") if has_folder else ROOT)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import CPU, command, flags, refused, small_run
+from conftest import CPU, ROOT, command, flags, refused, small_run
 from naive import decoder
 
 from lab.edits import Asked, answered_after_edit
@@ -74,6 +74,7 @@ def test_a_space_that_is_its_own_token_keeps_its_rows(how):
 def test_rows_that_are_saved_are_those_of_the_target(data, tmp_path, settings, how, monkeypatch):
     """None is rounded where the model decodes in bfloat16, and everyday words, here the first token
     of a longer name, keep their own."""
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr("training.edits.own_tokens", lambda _, __, name: name[1:] or name)
     out = small_run(data, tmp_path / "a run", max_iters=2, n_layer=3, **settings)
     model, encoding, _ = load_model(out / "ckpt.pt", CPU)

@@ -60,7 +60,7 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, data, tmp_path):
     """Flags of their own have a column. Runs of a row: test_records.py."""
 
     def ask(*args, **options):
-        return command("lab/analyze.py", "runs", *args, cwd=tmp_path, **options)
+        return command("lab/analyze.py", "runs", *args, **options)
 
     first, *others = trained.values()
     done = ask(first, "--plot", "all.png", *others)
@@ -122,7 +122,7 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
     folders = ("--out_dir", tmp_path, "--data_dir", tmp_path / "countries")
 
     def ask(*args) -> str:
-        return command("lab/analyze.py --quick --device cpu", *folders, *args, cwd=tmp_path).stdout
+        return command("lab/analyze.py --quick --device cpu", *folders, *args).stdout
 
     said = ask("all")
     parts = said.split("\n## ")[1:]
@@ -146,14 +146,14 @@ def test_what_an_analysis_refuses(data, tmp_path):
     for seeds in ("1,x", "1,01"):
         assert "give different numbers, as 1337" in refused(*line, "--seeds", seeds)
     assert "5 finds learning rates" in refused(*line, "--seeds", "1,2,3,4,5")
-    assert "runs takes folders" in refused("lab/analyze.py costs a.pt", cwd=tmp_path)
+    assert "runs takes folders" in refused("lab/analyze.py costs a.pt")
     for asked, flag in (
         ("ladder", "--plot x.png"),
         ("costs", "--tokens 9"),
         ("runs .", "--jobs 1"),
         ("edits a.pt", "--fresh"),
     ):
-        said = refused(f"lab/analyze.py {asked} {flag}", cwd=tmp_path)
+        said = refused(f"lab/analyze.py {asked} {flag}")
         assert f"{asked.split()[0]} has no {flag.split()[0]}" in said
     with locked(tmp_path / "quick"):
         assert "in use by another process" in refused(*line)

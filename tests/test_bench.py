@@ -34,19 +34,19 @@ def test_tables_in_all_places(tmp_path, gib):
 
 def test_all_of_it_in_a_quick_run(tmp_path):
     flags = "--quick --rounds 1 --block_size 1 --device cpu"  # the shortest context
-    printed = command(f"lab/bench.py all {flags}", cwd=tmp_path).stdout
+    printed = command(f"lab/bench.py all {flags}").stdout
     titles = re.findall(r"^\| (\w+) .*\n\|-", printed, re.MULTILINE)
     assert titles == ["train", "decode", "cache", "tables"]
     assert not re.search("inf|nan", printed)
 
 
 def test_all_that_a_gpu_measures(tmp_path):
-    assert "no CUDA device" in refused("lab/bench.py gpu --device cpu", cwd=tmp_path)
+    assert "no CUDA device" in refused("lab/bench.py gpu --device cpu")
     flags = "gpu --quick --rounds 1 --block_size 4 --device cpu"
-    printed = command(f"lab/bench.py {flags}", cwd=tmp_path).stdout
+    printed = command(f"lab/bench.py {flags}").stdout
     titles = ["tables", "tables", "tables", "train", "train", "decode"]
     assert re.findall(r"^\| (\w+) .*\n\|-", printed, re.MULTILINE) == titles
-    one = command(f"lab/bench.py {flags} --part 6", cwd=tmp_path).stdout
+    one = command(f"lab/bench.py {flags} --part 6").stdout
     assert re.findall(r"^\| (\w+) .*\n\|-", one, re.MULTILINE) == titles[5:]
 
 
@@ -62,4 +62,4 @@ def test_all_that_a_gpu_measures(tmp_path):
     ],
 )
 def test_bad_flags_are_one_clear_line(tmp_path, flag):
-    assert flag.split()[0][2:] in refused(f"lab/bench.py offload --device cpu {flag}", cwd=tmp_path)
+    assert flag.split()[0][2:] in refused(f"lab/bench.py offload --device cpu {flag}")

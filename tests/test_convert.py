@@ -164,7 +164,7 @@ def write_safetensors(path, dtype, weights, names) -> None:
 def test_logits_are_those_of_the_weights_in_the_files(tmp_path, change, dtype, parts):
     """Of a decoder that test_model.py compares with a naive one."""
     model = save(tmp_path / "llama", CONFIG | change, dtype=dtype, parts=parts)
-    command("convert.py llama --out new/ckpt.pt", cwd=tmp_path)
+    command("convert.py llama --out new/ckpt.pt")
     converted, encoding, _ = load_model(tmp_path / "new/ckpt.pt", CPU)
     assert converted.config.ffn == model.config.ffn
     ids = torch.randint(300, (2, 60))
@@ -252,14 +252,14 @@ def test_what_is_done_otherwise_is_named(tmp_path, capsys):
 def test_the_command_that_is_printed_makes_a_model_that_goes_on(tmp_path, story):
     save(tmp_path / "hub")
     line = f"prepare.py --input {story} --out_dir data --val_fraction 0.1 --tokenizer"
-    printed = refused(line, "hub", cwd=tmp_path).split("first: python ")[1].split()
-    command("convert.py", *printed[1:], cwd=tmp_path)
-    sampled = command("sample.py --prompt Anna --ckpt", printed[-1], cwd=tmp_path)
+    printed = refused(line, "hub").split("first: python ")[1].split()
+    command("convert.py", *printed[1:])
+    sampled = command("sample.py --prompt Anna --ckpt", printed[-1])
     assert sampled.stdout.startswith("Anna")
-    command(line, printed[-1], cwd=tmp_path)
-    command("train.py --eval_only --data_dir data --init_from", printed[-1], cwd=tmp_path)
+    command(line, printed[-1])
+    command("train.py --eval_only --data_dir data --init_from", printed[-1])
     train = "train.py --data_dir data --batch_size 2 --device cpu --eval_tokens 600 --max_iters 2"
-    command(f"{train} --out_dir tuned --init_from", printed[-1], cwd=tmp_path)
+    command(f"{train} --out_dir tuned --init_from", printed[-1])
     saved = load_checkpoint(tmp_path / "tuned/ckpt.pt")
     assert saved["args"]["ffn"] == "dense" and saved["config"].rope_base == 5e4
 
@@ -268,8 +268,8 @@ def test_the_command_that_is_printed_makes_a_model_that_goes_on(tmp_path, story)
 def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path, monkeypatch, end):
     words = bpe(2, special=["<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"])
     save(tmp_path / "hub", CONFIG | {"bos_token_id": 0, "eos_token_id": [1, 2]}, words)
-    assert not command("convert.py hub --out dense.pt", cwd=tmp_path).stderr
-    command("convert.py dense.pt --ffn stem --tokens 0 --out ckpt.pt", cwd=tmp_path)
+    assert not command("convert.py hub --out dense.pt").stderr
+    command("convert.py dense.pt --ffn stem --tokens 0 --out ckpt.pt")
     vocab = words["model"]["vocab"]
     written = torch.tensor([vocab["hello"], end, vocab["abc"]])
 
@@ -278,10 +278,10 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
 
     monkeypatch.setattr(Decoder, "stream", stream)
     for n in (1, 2):
-        sampled = command(f"sample.py --ckpt ckpt.pt --prompt ab --num_samples {n}", cwd=tmp_path)
+        sampled = command(f"sample.py --ckpt ckpt.pt --prompt ab --num_samples {n}")
         assert re.findall("ab.*", sampled.stdout) == ["abhello"] * n
     line = "edit.py --ckpt ckpt.pt --source hell --target abc --prompt hell"
-    shown = command(line, cwd=tmp_path).stdout
+    shown = command(line).stdout
     assert re.search(r"^hello +hello$", shown, re.MULTILINE)
 
 
@@ -579,7 +579,7 @@ def test_rows_are_the_weighted_means_of_what_they_replace(
     converted."""
     path = small_run(data, tmp_path / "run", ffn="dense", n_layer=4, max_iters=0) / "ckpt.pt"
     line = f"convert.py --ffn stem --out new.pt --tokens 2000 --batch_size 4 {more} --stem_layers"
-    command(line, ",".join(map(str, layers)), path, "--data_dir", data, cwd=tmp_path)
+    command(line, ",".join(map(str, layers)), path, "--data_dir", data)
     made = {path.name for path in tmp_path.iterdir()} - {".lock"}
     assert made == {"run", "new.pt"} | ({"new.pt.tables"} if "disk" in more else set())
     dense, encoding, checkpoint = load_model(path, CPU)
@@ -614,10 +614,10 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     save(tmp_path / "llama")
     dense = trained["dense"] / "ckpt.pt"
     (tmp_path / "other.txt").write_text("another text\n\n" * 900)
-    command("prepare.py --input other.txt --vocab_size 270 --out_dir other", cwd=tmp_path)
+    command("prepare.py --input other.txt --vocab_size 270 --out_dir other")
     shutil.copy(dense, tmp_path / "damaged.pt")
     flip(tmp_path / "damaged.pt", dense.stat().st_size // 2)
-    command("convert.py llama --out hub.pt", cwd=tmp_path)
+    command("convert.py llama --out hub.pt")
     stem = f"--ffn stem --data_dir {data} --out new.pt"
     for line, reason in (
         (f"{dense} --ffn stem", "give --out FILE"),
@@ -639,9 +639,9 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} {stem} --block_size 33", "--block_size 33: "),
         (f"{dense} --out new.pt --block_size 8", "--block_size 8 needs --ffn stem"),
     ):
-        assert reason in refused(f"convert.py {line}", cwd=tmp_path)
+        assert reason in refused(f"convert.py {line}")
     with locked(tmp_path):
-        assert "in use" in refused(f"convert.py {dense} {stem}", cwd=tmp_path)
+        assert "in use" in refused(f"convert.py {dense} {stem}")
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "no").exists()
 
 

@@ -58,7 +58,7 @@ def test_pairs_that_are_the_same_where_they_are_cut_are_left_out_and_counted(
     assert not any(torch.equal(*pair) for pair in targets)
     assert "Anna.<|im_end|>" in encoding.decode(targets[1, 0][targets[1, 0] >= 0].tolist())
     line = "train.py --stage dpo --max_iters 1 --init_from"
-    said = command(line, stem_ckpt, *flags(data_dir="a", out_dir="b"), cwd=tmp_path)
+    said = command(line, stem_ckpt, *flags(data_dir="a", out_dir="b"))
     assert "3 pairs are left out: cut to --block_size, their answers are the same" in said.stdout
 
     write_dataset(

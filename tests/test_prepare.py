@@ -45,7 +45,7 @@ def test_files_hold_every_document_after_an_endoftext(tmp_path, data, encoding):
     talks = [[says("user", f"What is {i}?"), *TALK[1:]] for i in range(40)]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
     line = "prepare.py --out_dir out --val_fraction 0.3 --tokenizer"
-    command(line, data, "--input", path, cwd=tmp_path)
+    command(line, data, "--input", path)
     meta = read_meta(tmp_path / "out")
     found = []
     for split in ("train", "val"):
@@ -154,8 +154,8 @@ def test_all_of_a_text_can_be_evaluated_on(tmp_path, story, stem_ckpt):
     text = story.read_text()[:1500]
     (tmp_path / "page.txt").write_text(text)
     line = f"prepare.py --input page.txt --val_fraction 1 --out_dir page --tokenizer {stem_ckpt}"
-    words = command(line, cwd=tmp_path).stdout.split("next: python ")[1].split()
-    shown = command("train.py", *words[1:], "--dtype", "float32", cwd=tmp_path).stdout
+    words = command(line).stdout.split("next: python ")[1].split()
+    shown = command("train.py", *words[1:], "--dtype", "float32").stdout
     model, encoding, _ = load_model(stem_ckpt, "cpu")
     ids = torch.tensor(tokenizer.encode(encoding, text))
     size = model.config.block_size
@@ -167,10 +167,10 @@ def test_all_of_a_text_can_be_evaluated_on(tmp_path, story, stem_ckpt):
 
 def test_the_next_command_trains_on_a_page(tmp_path):
     (tmp_path / "page.txt").write_text("It was the best of times, it was the worst of times. " * 40)
-    said = command("prepare.py --vocab_size 300 --input page.txt --out_dir d", cwd=tmp_path).stdout
+    said = command("prepare.py --vocab_size 300 --input page.txt --out_dir d").stdout
     words = said.split("next: python ")[1].splitlines()[0].split()
     tiny = flags(n_layer=2, n_head=2, n_embd=16, max_iters=1, eval_tokens=64, device="cpu")
-    command("train.py", *words[1:], *tiny, cwd=tmp_path)
+    command("train.py", *words[1:], *tiny)
     assert (tmp_path / "out/d/ckpt.pt").exists()
 
 
@@ -186,7 +186,7 @@ def test_the_next_command_trains_on_a_page(tmp_path):
 def test_any_text_leaves_some_to_validate_with(tmp_path, texts):
     """Small ones, and some that hardly end."""
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts])
-    said = command("prepare.py --vocab_size 300 --out_dir out --input", path, cwd=tmp_path).stdout
+    said = command("prepare.py --vocab_size 300 --out_dir out --input", path).stdout
     meta = read_meta(tmp_path / "out")
     assert ("little to validate with" in said) == (meta["val"]["tokens"] < 1000)
     n_all = meta["train"]["bytes"] + meta["val"]["bytes"]
@@ -200,7 +200,7 @@ def test_a_public_data_set_by_name(tmp_path, monkeypatch):
     path = write_jsonl(tmp_path / "all.jsonl", [*TEXTS, b"oops", b"oops"])
     monkeypatch.setattr("text.download.fetch", lambda name, folder: [path])
     line = "prepare.py --dataset tinystories --val_fraction 0.3 --vocab_size 300"
-    said = command(line, cwd=tmp_path).stdout
+    said = command(line).stdout
     assert "skipped 2 of 62 documents" in said
     for special in ("<|im_start|>", "<|endoftext|>"):
         assert f"note: 60 times {special} stays text" in said
@@ -215,8 +215,8 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
     some = [c for c in countries.table() if c.name in ("Spain", "Germany", "Peru", "Chad")]
     monkeypatch.setattr(countries, "table", lambda: some)
     folder = tmp_path / "data/countries"
-    assert "train.py --data_dir data/countries" in command("prepare.py", cwd=tmp_path).stdout
-    command("prepare.py --dataset countries-sft --tokenizer", folder, cwd=tmp_path)
+    assert "train.py --data_dir data/countries" in command("prepare.py").stdout
+    command("prepare.py --dataset countries-sft --tokenizer", folder)
     encoding = read_tokenizer(folder, read_meta(folder))
     texts, chats = countries.documents(0), countries.conversations(0)
     for number, split in enumerate(("train", "val")):
@@ -263,9 +263,9 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (f"{mine} --tokenizer empty", "no empty/meta.json"),
         ("--val_fraction 0.5", "--val_fraction is for files"),
     ):
-        assert reason in refused(f"prepare.py {line}", cwd=tmp_path)
+        assert reason in refused(f"prepare.py {line}")
     assert not (tmp_path / "x").exists()
-    lost = refused("train.py --out_dir x --data_dir", "my data", cwd=tmp_path)
+    lost = refused("train.py --out_dir x --data_dir", "my data")
     assert f"run {ours}/prepare.py --out_dir 'my data', with --input" in lost
 
 
@@ -323,11 +323,11 @@ def test_conversations_that_call_tools_are_left_out(tmp_path, data):
     write_jsonl(tmp_path / "none.jsonl", calls)
     write_jsonl(tmp_path / "some.jsonl", [*calls, *({"messages": TALK} for _ in range(9))])
     line = f"prepare.py --tokenizer {data} --out_dir out --input"
-    said = command(f"{line} some.jsonl", cwd=tmp_path).stdout
+    said = command(f"{line} some.jsonl").stdout
     assert "note: 4 conversations that call tools are left out" in said
     meta = read_meta(tmp_path / "out")
     assert meta["train"]["documents"] + meta["val"]["documents"] == 9
-    said = refused(f"{line} none.jsonl --overwrite", cwd=tmp_path)
+    said = refused(f"{line} none.jsonl --overwrite")
     assert "0 of 0 documents (conversations that call tools are left out)" in said
 
 

@@ -50,7 +50,7 @@ def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
     for folder in trained.values():
         shutil.copy(folder / "ckpt.pt", tmp_path)
         line = "sample.py --ckpt ckpt.pt --prompt Anna --max_new_tokens 3 --dtype bfloat16"
-        done = command(line, cwd=tmp_path)
+        done = command(line)
         assert done.stdout.startswith("Anna")
 
 
@@ -88,7 +88,7 @@ def test_a_wrong_flag_is_one_line_that_names_it(stem_ckpt, trained, tmp_path, ar
     args = args.format(**trained).split()
     if "--ckpt" not in args:
         args += ["--ckpt", stem_ckpt]
-    assert named in refused(*args, cwd=tmp_path)
+    assert named in refused(*args)
 
 
 # --- what an edit shows ---

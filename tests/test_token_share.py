@@ -81,12 +81,12 @@ def test_the_share_does_not_depend_on_how_often_a_token_occurred():
 def test_it_prints_a_table_and_draws_a_picture(trained, data, tmp_path):
     ckpts = [trained["dense"] / name for name in ("ckpt.pt", "best.pt")]
     line = "lab/analyze.py token_share --tokens 500 --block_size 16 --plot share.png"
-    done = command(line, *ckpts, "--data_dir", data, cwd=tmp_path)
+    done = command(line, *ckpts, "--data_dir", data)
     assert done.stdout.count("| 1 | ") == 2 and "in windows of 16" in done.stdout
     assert (tmp_path / "share.png").read_bytes().startswith(b"\x89PNG")
     assert "of --ffn stem" in refused(line, trained["stem"] / "ckpt.pt", "--data_dir", data)
     for wrong in ("--plot share.txt", "--tokens -5"):
-        assert wrong in refused(f"{line} {wrong}", *ckpts, "--data_dir", data, cwd=tmp_path)
+        assert wrong in refused(f"{line} {wrong}", *ckpts, "--data_dir", data)
 
 
 def test_shares_are_found_on_a_device_without_double_precision():

@@ -90,7 +90,6 @@ def test_the_notebook_is_the_tour_and_prints_what_it_shows(tmp_path, monkeypatch
     monkeypatch.setattr(writing, "N_TEXT", 4)
     monkeypatch.setattr(sys, "argv", ["tour.py", "--quick"])
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.chdir(tmp_path)
     tour = executed(notebook)
     ours, theirs = map(printed_by_step, (notebook, shown))
     assert ours.keys() == theirs.keys() == set(range(11))

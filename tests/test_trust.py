@@ -350,7 +350,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
         "train.py --eval_only --out_dir .",
         f"train.py --init_from ckpt.pt --data_dir {data}",
     ):
-        said = refused(line, cwd=tmp_path)
+        said = refused(line)
         assert "ckpt.pt" in said and HARMS[harm] in said
     assert contents(tmp_path) == before and not (tmp_path / "ran").exists()
 
@@ -391,7 +391,7 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, tmp_path, place):
             f"edit.py --ckpt out/ckpt.pt {EDIT} --save out/ckpt.pt",
             "train.py --resume --out_dir out --max_iters 13",
         ):
-            refused(line, cwd=tmp_path)
+            refused(line)
             assert contents(tmp_path) == before, (name, line)
 
 
@@ -402,8 +402,8 @@ def test_a_run_writes_nowhere_that_a_checkpoint_says(out, data, tmp_path):
     place = {"out_dir": f"{tmp_path}/mine", "overwrite": True}
     torch.save({**saved, "args": {**saved["args"], **place}}, out / "ckpt.pt")
     small = f"--data_dir {data} --max_iters 1 --eval_tokens 64"
-    command(f"train.py --init_from out/ckpt.pt --out_dir new {small}", cwd=tmp_path)
-    command("train.py --resume --out_dir out --max_iters 13", cwd=tmp_path)
+    command(f"train.py --init_from out/ckpt.pt --out_dir new {small}")
+    command("train.py --resume --out_dir out --max_iters 13")
     assert contents(tmp_path / "mine") == {Path("ckpt.pt"): b"mine"}
 
 
@@ -422,9 +422,7 @@ def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes
     best = min(evals, key=evals.get)
     assert best < 12
     for place in ("out", out):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.chdir(tmp_path)
-            assert load_model(place, CPU)[2]["step"] == best
+        assert load_model(place, CPU)[2]["step"] == best
         assert f"best.pt, of step {best}" in capsys.readouterr().err
     lines = {
         f"edit.py --ckpt out {EDIT}": True,
@@ -438,7 +436,7 @@ def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes
         "sample.py --ckpt out --max_new_tokens 3": True,
     }
     for line, reads_best in lines.items():
-        said = command(line, cwd=tmp_path).stderr
+        said = command(line).stderr
         assert ("reading out/best.pt" in said) == reads_best, line
     assert "lies in --out_dir" in refused(
         f"train.py --data_dir {data} --init_from {out} --out_dir {out} --overwrite"
@@ -595,7 +593,7 @@ def test_a_run_that_is_a_link_to_another_is_replaced_without_it(on_disk, data, t
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
     (tmp_path / "data/countries").mkdir(parents=True)
     (tmp_path / "data/countries/meta.json").write_text("{}")
-    assert "meta.json is damaged" in refused("lab/tour.py --quick", cwd=tmp_path)
+    assert "meta.json is damaged" in refused("lab/tour.py --quick")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")

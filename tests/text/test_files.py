@@ -114,9 +114,9 @@ def test_columns_are_named_by_a_flag(tmp_path, data):
     rows = [{"pregunta": f"¿{i}?", "respuesta": f"Sí {i}."} for i in range(30)]
     (tmp_path / "a.csv").write_text(table(",", [*rows, dict.fromkeys(rows[0], "")]))
     line = ["prepare.py --input a.csv --out_dir out --tokenizer", data]
-    assert "--columns" in refused(*line, cwd=tmp_path)
-    assert "--columns a,b,c" in refused(*line, "--columns", "a,b,c", cwd=tmp_path)
-    said = command(*line, "--columns", "pregunta, respuesta", cwd=tmp_path).stdout
+    assert "--columns" in refused(*line)
+    assert "--columns a,b,c" in refused(*line, "--columns", "a,b,c")
+    said = command(*line, "--columns", "pregunta, respuesta").stdout
     assert "note: 1 empty documents" in said and "--stage sft" in said
     meta = read_meta(tmp_path / "out")
     assert meta["kind"] == "chat" and meta["train"]["documents"] + meta["val"]["documents"] == 30
@@ -207,7 +207,7 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
     seen = []
     for name, out in (("books", "a"), ("elsewhere/of mine", "out e")):
         line = ["prepare.py --hold_out_files 0.2 --input", name, "--out_dir", out, "--tokenizer"]
-        said = command(*line, data, cwd=tmp_path).stdout
+        said = command(*line, data).stdout
         held = tmp_path / out / "held_out"
         aside = books(held, "val").keys()
         assert books(held, "train").keys() <= aside and 1 <= len(aside) < 10
@@ -219,18 +219,18 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
     assert seen[0] == seen[1]
     assert "out e/held_out/val.bin" in said and "are trained on" not in said
     both = shlex.split(said.split("both losses: python ")[1])
-    said = command("train.py", *both[1:], "--init_from", stem_ckpt, cwd=tmp_path).stdout
+    said = command("train.py", *both[1:], "--init_from", stem_ckpt).stdout
     assert "out e/held_out" in said
 
     name = read_meta(held)["sources"][0]
     shutil.copy(tmp_path / "books" / name, tmp_path / "books/again.jsonl")
     line = ["prepare.py --hold_out_files 0.2 --input books --out_dir c --tokenizer", data]
-    said = command(*line, cwd=tmp_path).stdout
+    said = command(*line).stdout
     n = books(tmp_path / "c", "train")[names.index(name.removesuffix(".jsonl"))]
     assert n and f"note: {n} copies of documents of held_out/val.bin are trained on" in said
 
     one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
-    assert "two files or more" in refused(*one, cwd=tmp_path)
+    assert "two files or more" in refused(*one)
     assert "--hold_out_files is for files" in refused("prepare.py --hold_out_files 0.2")
 
 

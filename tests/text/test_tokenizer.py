@@ -300,7 +300,7 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
 
     def prepare(out: str) -> tiktoken.Encoding:
         monkeypatch.setattr(registry, "ENCODINGS", {})  # as in a new process
-        command(f"{line} {out}", cwd=tmp_path)
+        command(f"{line} {out}")
         return read_tokenizer(tmp_path / out, read_meta(tmp_path / out))
 
     published.write_bytes(whole)
@@ -313,7 +313,7 @@ def test_a_vocabulary_comes_from_tiktoken_or_its_cache(tmp_path, story, monkeypa
     (cached,) = (tmp_path / "cache").iterdir()
     cached.write_bytes(b"another")
     monkeypatch.setattr(registry, "ENCODINGS", {})
-    says = refused(f"{line} c", cwd=tmp_path)
+    says = refused(f"{line} c")
     assert "No such file" in says and 'get_encoding("tiny")' in says
 
 

@@ -177,14 +177,13 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
     assert data.n_sequence * 0.75 == pytest.approx(alone.n_sequence)  # then a is read again
 
 
-def test_what_a_mixture_looks_like(tmp_path, monkeypatch):
+def test_what_a_mixture_looks_like(tmp_path):
     weights = {Path("a"): 0.65, Path("b"): 0.05, Path("c"): 0.3}
     assert parse_mixture("a=0.65, b=.05,c=3e-1 ") == pytest.approx(weights)
     assert parse_mixture("a,b") == {Path("a"): 0.5, Path("b"): 0.5}
     for wrong in ("a=", "a=0", "a=-1", "a=1,b", "=1", "a=nan", "a=1,b=1,a=2", "x" * 300 + "="):
         with pytest.raises(UserError, match="--data_dir"):
             parse_mixture(wrong)
-    monkeypatch.chdir(tmp_path)
     Path("a=b").mkdir()
     for name in ("a=b", "a,b", "a=1,b"):  # folders, as one may name them
         (tmp_path / name).mkdir(exist_ok=True)
@@ -196,7 +195,7 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours):
     folder = write_folder(tmp_path / "a", ours)
     for name, whole in contents(folder).items():
         path = folder / name
-        line = rf"{path}.*: run python prepare\.py --out_dir {folder}, with"
+        line = rf"{path}.*: run python .*prepare\.py --out_dir {folder}, with"
         for damaged in (whole[:-2], whole[::-1], None):
             path.unlink()
             if damaged:
