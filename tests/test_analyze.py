@@ -24,11 +24,12 @@ from conftest import (
     losses,
     refused,
     small_run,
+    user_error,
     write_briefly,
 )
 from naive import decoder, tokens
 
-from common import UserError, locked, run
+from common import locked, run
 from corpora import countries
 from lab import analyze, counterfact, editors, geometry, ladder, scale
 from lab import experiment as shared
@@ -103,7 +104,7 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
     rows = [line.split(" | ") for line in capsys.readouterr().out.splitlines()]
     mine, *others = [row for row in rows if row[0] == "| mine"][:4]
     assert "0.01" in mine and [row[1] for row in others] == [*kinds[:3]]
-    with pytest.raises(UserError, match="ladder mein: relatives/ has mine"):
+    with user_error("ladder mein: relatives/ has mine"):
         ladder.ladder(experiment, "mein")
     runs = experiment.out_dir.glob("runs/*")
     assert {read_run(run)["run"][0]["args"]["seed"] for run in runs} == {2, 4}
@@ -267,7 +268,7 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
     """The records that train.py leaves then, another program leaves in its place."""
     diverging = {**SMALL, "learning_rate": 1e8, "warmup": 0.0}
     for which, more in (("training", {"max_iters": 20, "eval_interval": 20}), ("validation", {})):
-        with pytest.raises(UserError, match=f"the {which} loss became"):
+        with user_error(f"the {which} loss became"):
             small_run(data, tmp_path / which, **{**diverging, **more})
         assert math.isnan(last_eval(read_run(tmp_path / which))["val_loss"])
         assert shared.diverged(tmp_path / which)
@@ -281,7 +282,7 @@ def test_a_loss_that_is_no_number_is_a_finding_and_another_failure_is_not(
     broken = experiment.folder({"seed": 1, **SMALL})
     (broken / "ckpt.pt").write_text("x")
     (tmp_path / "train.py").write_text(ENDS.format(str(trained["dense"] / "metrics.jsonl")))
-    with pytest.raises(UserError, match=rf"{broken.name}: exit code 1, see its log"):
+    with user_error(rf"{broken.name}: exit code 1, see its log"):
         experiment.train({"": SMALL}, [1])
     given, error = (broken / "log.txt").read_text().splitlines()
     assert given == str(["--out_dir", str(broken), "--resume"])
@@ -402,7 +403,7 @@ def test_the_lead_at_each_size_is_read_off_runs_at_rates_found_at_that_size_or_t
 ):
     """Dense loses 6 - log10(tokens / 1 M), as others do after 10^0.1 times fewer tokens. Runs are
     missing that have diverged: one, and all of dense at a size."""
-    with pytest.raises(UserError, match="tokens: give the folder of classics"):
+    with user_error("tokens: give the folder of classics"):
         scale.scale(experiment)
     monkeypatch.setattr(scale, "read_meta", lambda folder: {"train": {"tokens": 6e7}})
     asked = {}

@@ -5,9 +5,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, assert_same, write_jsonl
+from conftest import CPU, assert_same, user_error, write_jsonl
 
-from common import UserError
 from corpora import countries
 from corpora.questions import score_answers
 from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
@@ -72,7 +71,7 @@ def test_pairs_are_sorted_by_their_names_and_differ_in_their_fact(encoding):
 
 def test_a_model_of_other_text_is_refused():
     other = bpe.train([" Call me Ishmael."] * 20, 300)
-    with pytest.raises(UserError, match="no country is one token"):
+    with user_error("no country is one token"):
         report_edits(made(other), other, {}, 1)
 
 
@@ -147,7 +146,7 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, ckpt, monke
         saved.unlink()
     monkeypatch.setattr(writing, "KEEP", 1e4)
     for answer in ("S", f"{begun} Peru"):
-        with pytest.raises(UserError, match=f"nothing is saved, as '{answer}' was not learned"):
+        with user_error(f"nothing is saved, as '{answer}' was not learned"):
             edited(ckpt, saved, write=answer, **SPAIN)
     assert not saved.exists()
 
@@ -220,7 +219,7 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatc
     assert_same(load_checkpoint(saved)["model"], before)
 
     facts.write_text(json.dumps(lines[3]))
-    with pytest.raises(UserError, match="none of the facts was learned"):
+    with user_error("none of the facts was learned"):
         edited(ckpt, ckpt.with_name("none.pt"), facts=facts)
     assert not ckpt.with_name("none.pt").exists()
 

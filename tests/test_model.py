@@ -1,17 +1,18 @@
 """The decoder: settings, loss, decoding, sampling, sizes. Its forward pass: test_attention.py."""
 
 import math
+import re
 import sys
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from conftest import user_error
 from naive import LAYERS, decoder, naive_greedy, tokens
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
-from common import UserError
 from model import BUILT_IN, CHUNK, Decoder, ModelConfig, sample
 from relatives.ngrams import primes
 from training.report import model_sizes
@@ -52,9 +53,8 @@ from training.settings import parse_args
 )
 def test_settings_that_do_not_fit_are_named_with_their_values(line, message, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["train.py", *line.split()])
-    with pytest.raises(UserError) as error:
+    with user_error(re.escape(message)):
         decoder(**parse_args(""))
-    assert message in str(error.value)
 
 
 def test_defaults_follow_the_other_fields():

@@ -17,12 +17,12 @@ from conftest import (
     checkpoint,
     cut_in_step,
     shorten,
+    user_error,
 )
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
-from common import UserError
 from training import ranks
 from training.batches import Data
 from training.checkpoints import load_checkpoint
@@ -156,7 +156,7 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, mon
 def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "size", n)
     settings = train.resolve_settings(data_dir=str(data), out_dir=tmp_path, **RUN, **SHAPE, **more)
-    with pytest.raises(UserError, match="process"):
+    with user_error("process"):
         train.start(settings, Data(str(data), "text", 32, 1, 99), None)
 
 
@@ -172,5 +172,5 @@ class Decoder(model.Decoder):
     add_relative(monkeypatch, tmp_path, "mine", source)
     monkeypatch.setattr(ranks, "size", 2)
     flags = dict(RUN, **SHAPE, ffn="mine", out_dir=tmp_path, data_dir=str(data))
-    with pytest.raises(UserError, match="one process"):
+    with user_error("one process"):
         train.start(train.resolve_settings(**flags), Data(str(data), "text", 32, 1, 99), None)

@@ -8,10 +8,9 @@ import random
 
 import pytest
 import torch
-from conftest import add_relative
+from conftest import add_relative, user_error
 from naive import LAYERS, SIZES, TINY, decoder, tokens
 
-from common import UserError
 from model import Decoder, ModelConfig, decoder_class, relatives
 from relatives import linear
 from training.decoding import cast_backbone
@@ -218,7 +217,7 @@ def test_no_file_has_the_name_of_what_is_built_in(monkeypatch, tmp_path, name):
     config = ModelConfig(9, 8, 2, 2, 8)
     Decoder(config)
     add_relative(monkeypatch, tmp_path, name, "")
-    with pytest.raises(UserError, match=f"relatives/{name}.py: {name} is built in"):
+    with user_error(f"relatives/{name}.py: {name} is built in"):
         Decoder(config)
 
 
@@ -247,8 +246,8 @@ class Decoder(model.Decoder):
 def test_a_config_of_another_kind_is_refused():
     moe = decoder_class("moe")
     for made in (lambda: Decoder(ModelConfig(ffn="moe")), lambda: moe(moe.config_class())):
-        with pytest.raises(UserError, match=r"config_class\(ffn='moe'\)"):
+        with user_error(r"config_class\(ffn='moe'\)"):
             made()
     for wrong in ("Dense", "sterm"):
-        with pytest.raises(UserError, match=f"--ffn {wrong} is not one of dense, stem"):
+        with user_error(f"--ffn {wrong} is not one of dense, stem"):
             Decoder(ModelConfig(ffn=wrong))

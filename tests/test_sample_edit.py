@@ -18,11 +18,11 @@ from conftest import (
     leaves,
     refused,
     small_run,
+    user_error,
 )
 from naive import decoder
 
 import edit
-from common import UserError
 from corpora.questions import score_answers
 from model import ModelConfig
 from text import bpe
@@ -218,7 +218,7 @@ def test_spaces_around_a_name_or_a_fact_mean_nothing():
     asked = edit.Edit(source=" Anna", target="Björn  ", write=" ")
     assert (asked.source, asked.target, asked.write) == ("Anna", "Björn", "")
     assert edit.Edit(source="Anna", write=" \nEmil").write == "\nEmil"
-    with pytest.raises(UserError, match="--target or --write"):
+    with user_error("--target or --write"):
         edit.Edit(source="Anna", write=" ")
 
 

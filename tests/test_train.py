@@ -220,7 +220,7 @@ def test_a_run_is_replaced_once_another_one_has_been_evaluated(
     validated(math.nan, 9.0)
     monkeypatch.setattr(train, "check_compiler", no_compiler)
     for more, said in ((dict(compile=True), "does not work here"), ({}, "init_std")):
-        with pytest.raises(UserError, match=said):
+        with user_error(said):
             small_run(data, out, overwrite=True, **more)
         assert contents(out) == before
     interrupted(data, out, 1, overwrite=True)
@@ -240,7 +240,7 @@ def test_a_run_whose_first_checkpoint_had_no_room_is_started_again(
     assert_same_run(tmp_path, trained["stem"])
     for name in ("ckpt.pt", "best.pt", "loss.png"):
         (tmp_path / name).unlink()
-    with pytest.raises(UserError, match="--overwrite"):  # of a longer run, they do not vanish
+    with user_error("--overwrite"):  # of a longer run, they do not vanish
         small_run(data, tmp_path)
 
 
@@ -322,7 +322,7 @@ def test_presets_have_their_size(preset):
 def test_weights_that_are_not_numbers_never_reach_a_checkpoint(data, tmp_path, monkeypatch):
     rates = {11: math.inf}  # in the step before the last evaluation, whose own loss is fine
     monkeypatch.setattr(train, "schedule", lambda step, _: rates.get(step, 1.0))
-    with pytest.raises(UserError, match="nan at step 12"):
+    with user_error("nan at step 12"):
         small_run(data, tmp_path)
     assert checkpoint(tmp_path)["step"] == 6
 

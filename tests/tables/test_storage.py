@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import assert_same
+from conftest import assert_same, user_error
 
-from common import UserError
 from tables import storage as storages
 from tables.storage import DiskStorage
 
@@ -68,10 +67,10 @@ def test_a_file_of_another_size_or_none_is_noticed(tmp_path):
     storage = made(tmp_path)
     path = storage.folder / "state"
     path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(UserError, match="live/state is damaged"):
+    with user_error("live/state is damaged"):
         reopened(storage.folder)
     path.unlink()
-    with pytest.raises(UserError, match=r"no .*live/state: put it beside ckpt.pt"):
+    with user_error(r"no .*live/state: put it beside ckpt.pt"):
         reopened(storage.folder)
 
 
@@ -120,6 +119,6 @@ def test_processes_of_a_machine_need_room_together(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda _: done.append("met"))
     monkeypatch.setattr(storages, "free_ram", lambda: done.append("measured") or 299)
     storages.check_room(99)
-    with pytest.raises(UserError, match="RAM"):
+    with user_error("RAM"):
         storages.check_room(100)
     assert done == ["measured", "met"] * 2
