@@ -282,6 +282,12 @@ def says(role: str, content, **more) -> dict:
     return {"role": role, "content": content, **more}
 
 
+def by_turns(*contents) -> list[dict]:
+    """Messages of a user and of an assistant, who answers."""
+    roles = ("user", "assistant")
+    return [says(roles[n % 2], content) for n, content in enumerate(contents)]
+
+
 @pytest.fixture(scope="session")
 def corpus() -> tuple[list[str], list[str]]:
     """The documents about the countries, which take half a second."""
@@ -345,7 +351,7 @@ def chat(stem_ckpt, tmp_path_factory) -> Path:
     chats = []
     for number in range(60):
         who = f"{rng.choice(('Anna', 'Björn', 'Chloë'))} {number}"
-        turn = [says("user", f"Who sees {who}?"), says("assistant", f"{who}.")]
+        turn = by_turns(f"Who sees {who}?", f"{who}.")
         chats.append({"conversations": rng.choice((1, 1, 2)) * turn})
     path = write_jsonl(folder / "chat.jsonl", chats)
     line = f"prepare.py --input {path} --out_dir {folder}/data --val_fraction 0.2 --tokenizer"
@@ -405,6 +411,14 @@ def staged(stage, tmp_path_factory):
 def on_disk(data) -> Path:
     """The folder of a run whose tables are in files."""
     return small_run(data, data.parent / "on_disk", offload="disk")
+
+
+@pytest.fixture
+def rising(data, tmp_path) -> Path:
+    """The folder of a run whose loss rises, as its learning rate does: best.pt is of an earlier
+    step than ckpt.pt."""
+    schedule = dict(learning_rate=0.01, min_lr=300.0, warmup=0.0)
+    return small_run(data, tmp_path / "rising", max_iters=13, eval_interval=3, **schedule)
 
 
 @pytest.fixture

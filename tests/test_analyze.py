@@ -168,12 +168,9 @@ def experiment(data, tmp_path):
     return Experiment(out_dir=tmp_path, data_dir=data, seeds="1,2", device="cpu", jobs=2)
 
 
-def test_models_are_measured_as_their_last_step_left_them(experiment, data, tmp_path):
-    """Their loss rises, as their learning rate does."""
-    rising = dict(learning_rate=0.01, min_lr=300.0, warmup=0.0)
-    out = small_run(data, tmp_path / "rising", max_iters=13, eval_interval=3, **rising)
-    assert load_model(out, CPU)[2]["step"] < 13
-    steps = experiment.measure("steps", lambda model, encoding, made: made["step"], [out])
+def test_models_are_measured_as_their_last_step_left_them(experiment, rising):
+    assert load_model(rising, CPU)[2]["step"] < 13
+    steps = experiment.measure("steps", lambda model, encoding, made: made["step"], [rising])
     assert steps == [13]
 
 

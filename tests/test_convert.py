@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import CPU, assert_same, command, flip, refused, says, small_run, user_error
+from conftest import CPU, assert_same, by_turns, command, flip, refused, says, small_run, user_error
 from originals import HUGGING_FACE, named
 
 import convert
@@ -490,7 +490,7 @@ def test_an_exported_model_ends_its_answers_and_has_our_template(exported):
     assert words["model_max_length"] == load_checkpoint(path)["config"].block_size
     jinja = pytest.importorskip("jinja2").Environment(trim_blocks=True, lstrip_blocks=True)
     template = jinja.from_string(words["chat_template"])
-    talk = [says("system", "Be brief."), says("user", "Who\n\nsees?"), says("assistant", "")]
+    talk = [says("system", "Be brief."), *by_turns("Who\n\nsees?", "")]
     ours = path.parent.name == "dense"  # a folder without a template has no spaces
     assert (" Be brief." in encoding.decode(chat.render(encoding, talk))) == ours
     for more, wanted in ((True, chat.prompt), (False, chat.render)):
@@ -508,7 +508,7 @@ def assert_same_model(path, folder):
     assert_same(before["model"], after["model"])
     first, second = (tokenizer.loads(saved["tokenizer"]) for saved in (before, after))
     assert tokenizer.fingerprint(first) == tokenizer.fingerprint(second)
-    talk = [says("user", "Who?")]
+    talk = by_turns("Who?")
     assert chat.render(first, talk) == chat.render(second, talk)
     others = ("attention", "tie_head", "norm_eps", "rope_base", "rope_scaling")
     for name in (*huggingface.SIZES, *others):
@@ -546,7 +546,7 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     ids = torch.randint(encoding.n_vocab, (2, 30))
     torch.testing.assert_close(theirs(ids).logits, model(ids)[0], rtol=1e-4, atol=1e-4)
     words = hf.AutoTokenizer.from_pretrained(folder)
-    talk = [says("user", "Who sees Anna?")]
+    talk = by_turns("Who sees Anna?")
     asked = words.apply_chat_template(talk, add_generation_prompt=True, return_dict=False)
     assert asked == [encoding.eot_token, *chat.prompt(encoding, talk)]
     rng = random.Random(0)

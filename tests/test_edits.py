@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import CPU, assert_same, user_error, write_jsonl
+from conftest import CPU, assert_same, by_turns, user_error, write_jsonl
 
 from corpora import countries
 from corpora.questions import score_answers
@@ -325,8 +325,8 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, ckpt, monkeypat
 
 
 def test_a_chat_is_edited_where_it_answers(encoding, ckpt, capsys):
-    says = [dict(role="user", content="Where is Spain?"), dict(role="assistant", content="Fiji.")]
-    ids = np.array([encoding.eot_token, *chat.render(encoding, says)])
+    talk = by_turns("Where is Spain?", "Fiji.")
+    ids = np.array([encoding.eot_token, *chat.render(encoding, talk)])
     asked = Edit(source="Spain", prompt="Where is Spain?", write="Fiji.", chat=True)
     fact = locate(made(encoding), encoding, asked)
     assert fact.prompt + fact.answer == ids[:-1].tolist()  # without a line break

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import CPU, command, flags, refused, says, user_error
+from conftest import CPU, by_turns, command, flags, refused, user_error
 from simulated_gpu import SimulatedGpu
 
 from corpora import countries
@@ -45,7 +45,7 @@ def test_pairs_that_are_the_same_where_they_are_cut_are_left_out_and_counted(
     end = " sees Björn at the river" * 20
 
     def long(name: str, more: str) -> tuple[list[dict], list[dict]]:
-        return tuple([says("user", "Who?"), says("assistant", text)] for text in (name, more))
+        return tuple(by_turns("Who?", text) for text in (name, more))
 
     early = long("Anna" + end, "Björn" + end)  # differ where nothing is kept
     late = long("Anna" + end, "Anna" + end + ".")

@@ -11,7 +11,17 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, command, contents, flags, refused, says, user_error, write_jsonl
+from conftest import (
+    ROOT,
+    by_turns,
+    command,
+    contents,
+    flags,
+    refused,
+    says,
+    user_error,
+    write_jsonl,
+)
 
 import prepare
 from corpora import countries
@@ -37,12 +47,12 @@ def stored(folder, split):
 
 
 TEXTS = [{"text": f"<|im_start|>A page<|im_end|> {i} <|endoftext|> says hello."} for i in range(60)]
-TALK = [says("user", "What is it? <|im_end|>"), says("assistant", "A number. 日本")]
+TALK = by_turns("What is it? <|im_end|>", "A number. 日本")
 
 
 def test_files_hold_every_document_after_an_endoftext(tmp_path, data, encoding):
     """As the chat template has it; of texts: test_the_default_corpora_by_command."""
-    talks = [[says("user", f"What is {i}?"), *TALK[1:]] for i in range(40)]
+    talks = [by_turns(f"What is {i}?", "A number. 日本") for i in range(40)]
     path = write_jsonl(tmp_path / "a.jsonl", [{"messages": talk} for talk in talks])
     line = "prepare.py --out_dir out --val_fraction 0.3 --tokenizer"
     command(line, data, "--input", path)
@@ -290,11 +300,11 @@ BLANKS = b" " * 10**6
         (b'{"prompt": "a", "chosen": "b", "rejected": null}', '"rejected" is empty'),
         (b'{"prompt": "a", "chosen": "", "rejected": "b"}', '"chosen" is empty'),
         ({"messages": TALK, "chosen": "a", "rejected": "b"}, "messages must end with the question"),
-        ({"messages": [says("user", "a"), says("assistant", " ")]}, "an answer is empty"),
+        ({"messages": by_turns("a", " ")}, "an answer is empty"),
         ({"system": "A", "messages": [says("system", "A"), *TALK]}, "a system message beside"),
         (b'{"messages": [{"role": ["user"], "content": ""}]}', '.*need "role" and "content"'),
         (b'{"question": "12+34=", "answer": 46}', ".*texts need quotes: 46: its keys are question"),
-        ({"messages": [says("user", [{"type": "image"}])]}, "content that is not text: .*image"),
+        ({"messages": by_turns([{"type": "image"}])}, "content that is not text: .*image"),
         ({"messages": [*TALK, says("assistant", "x", weight=0.5)]}, ".*must be 0 or 1, not 0.5"),
         ({"messages": [*TALK, says("assistant\nx", "f")]}, ".*roles must have one line"),
     ],
@@ -331,8 +341,9 @@ def test_conversations_that_call_tools_are_left_out(tmp_path, data):
     assert "0 of 0 documents (conversations that call tools are left out)" in said
 
 
-SYSTEM, ASKED, ANSWERED = says("system", "S"), says("user", "Hi?"), says("assistant", "Ho.")
-TOLD = [ASKED, ANSWERED]
+SYSTEM = says("system", "S")
+TOLD = by_turns("Hi?", "Ho.")
+ASKED, ANSWERED = TOLD
 OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
 
 
@@ -363,7 +374,7 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
         ),
         (
             b'{"instruction": "Add.", "input": "1, 2", "output": "3"}',
-            [says("user", "Add.\n1, 2"), says("assistant", "3")],
+            by_turns("Add.\n1, 2", "3"),
             "",
         ),
         (b'{"instruction": "Hi?", "text": "Ho.", "id": 1}', "Ho.", "instruction"),
@@ -386,7 +397,7 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
         (
             b'{"system": "S", "instruction": "Hi?", "input": "x", "chosen": "Ho.", "rejected": '
             b'"No."}',
-            ([SYSTEM, says("user", "Hi?\nx"), ANSWERED], [SYSTEM, says("user", "Hi?\nx"), OTHER]),
+            ([SYSTEM, *by_turns("Hi?\nx", "Ho.")], [SYSTEM, *by_turns("Hi?\nx", "No.")]),
             "",
         ),
         (
@@ -421,7 +432,7 @@ def test_roles_that_are_not_known_are_named(tmp_path, encoding, capsys):
 
 
 def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
-    talk = [ASKED, ANSWERED, ASKED, says("assistant", "Yes."), ASKED, OTHER]
+    talk = by_turns("Hi?", "Ho.", "Hi?", "Yes.", "Hi?", "No.")
     marked = [*talk[:3], {**talk[3], "weight": 0}, *talk[4:]]
     documents = [("train", marked), ("val", talk)]
     write_dataset(tmp_path, documents, encoding, "chat", corpus="x")

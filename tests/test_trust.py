@@ -413,33 +413,30 @@ def test_best_pt_is_not_resumed(trained, tmp_path):
 
 
 def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes_on(
-    data, trained, tmp_path, capsys
+    rising, data, trained, capsys
 ):
-    """A run whose loss rises, as its learning rate does."""
-    rising = dict(learning_rate=0.01, min_lr=300.0, warmup=0.0)
-    out = small_run(data, tmp_path / "out", max_iters=13, eval_interval=3, **rising)
-    evals = {record["step"]: record["val_loss"] for record in read_run(out)["eval"]}
+    evals = {record["step"]: record["val_loss"] for record in read_run(rising)["eval"]}
     best = min(evals, key=evals.get)
     assert best < 12
-    for place in ("out", out):
+    for place in ("rising", rising):
         assert load_model(place, CPU)[2]["step"] == best
         assert f"best.pt, of step {best}" in capsys.readouterr().err
     lines = {
-        f"edit.py --ckpt out {EDIT}": True,
-        "sample.py --ckpt out --max_new_tokens 2": True,
-        "train.py --eval_only --out_dir out": True,
-        f"train.py --init_from out --data_dir {data} --out_dir new --max_iters 1": True,
-        "train.py --resume --out_dir out": False,
-        f"edit.py --ckpt out/ckpt.pt {EDIT} --save out/ckpt.pt": False,
-        "sample.py --ckpt out --max_new_tokens 1": False,  # else the edit would be missed
-        "edit.py --ckpt out --undo": False,
-        "sample.py --ckpt out --max_new_tokens 3": True,
+        f"edit.py --ckpt rising {EDIT}": True,
+        "sample.py --ckpt rising --max_new_tokens 2": True,
+        "train.py --eval_only --out_dir rising": True,
+        f"train.py --init_from rising --data_dir {data} --out_dir new --max_iters 1": True,
+        "train.py --resume --out_dir rising": False,
+        f"edit.py --ckpt rising/ckpt.pt {EDIT} --save rising/ckpt.pt": False,
+        "sample.py --ckpt rising --max_new_tokens 1": False,  # else the edit would be missed
+        "edit.py --ckpt rising --undo": False,
+        "sample.py --ckpt rising --max_new_tokens 3": True,
     }
     for line, reads_best in lines.items():
         said = command(line).stderr
-        assert ("reading out/best.pt" in said) == reads_best, line
+        assert ("reading rising/best.pt" in said) == reads_best, line
     assert "lies in --out_dir" in refused(
-        f"train.py --data_dir {data} --init_from {out} --out_dir {out} --overwrite"
+        f"train.py --data_dir {data} --init_from {rising} --out_dir {rising} --overwrite"
     )
     assert load_model(trained["stem"], CPU)[2]["step"] == 12 and not capsys.readouterr().err
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import change_json, contents, user_error
+from conftest import by_turns, change_json, contents, user_error
 
 from text import bpe, chat, tokenizer
 from text.writer import write_dataset
@@ -93,11 +93,6 @@ def test_validation_reads_windows_from_all_of_the_text():
 # --- conversations ---
 
 
-def talk(*contents: str) -> list[dict]:
-    roles = ("user", "assistant")
-    return [{"role": roles[n % 2], "content": text} for n, text in enumerate(contents)]
-
-
 def packed(encoding, *talks) -> np.ndarray:
     ids = []
     for messages in talks:
@@ -106,9 +101,9 @@ def packed(encoding, *talks) -> np.ndarray:
 
 
 TALKS = [
-    talk("yes", "no"),
-    talk("maybe", "perhaps", "no", "no no"),
-    talk("yes yes", "maybe"),
+    by_turns("yes", "no"),
+    by_turns("maybe", "perhaps", "no", "no no"),
+    by_turns("yes yes", "maybe"),
 ]
 
 
@@ -137,8 +132,8 @@ def test_only_what_the_assistant_says_is_a_target(encoding):
 
 
 def test_a_long_conversation_keeps_an_answer(encoding):
-    late = talk("yes " * 30, "no")
-    early = talk("yes", "no", "yes " * 30, "maybe")
+    late = by_turns("yes " * 30, "no")
+    early = by_turns("yes", "no", "yes " * 30, "maybe")
     source = Conversations(packed(encoding, late, early), encoding, 16, None)
     ids, targets = source.sequences(range(2))
     assert ids.shape == (2, 16) and source.n_cut == 2
