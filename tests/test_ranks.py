@@ -152,25 +152,29 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, mon
     assert not list(tmp_path.rglob("*live*"))
 
 
-@pytest.mark.parametrize(("n", "more"), [(3, {}), (2, dict(table_optimizer="adamw"))])
-def test_flags_that_do_not_come_out_even_are_one_line(n, more, data, tmp_path, monkeypatch):
-    monkeypatch.setattr(ranks, "size", n)
-    settings = train.resolve_settings(data_dir=str(data), out_dir=tmp_path, **RUN, **SHAPE, **more)
-    with user_error("process"):
-        train.start(settings, Data(str(data), "text", 32, 1, 99), None)
-
-
-def test_tables_of_ones_own_train_in_one_process_alone(data, tmp_path, monkeypatch):
-    """Each process would have whole ones, which its own batches alone have trained."""
-    source = """
+# Each process would have whole ones, which its own batches alone have trained.
+OWN_TABLES = """
 import model
 
 class Decoder(model.Decoder):
     def make_tables(self, tables, widths):
         return model.ResidentTables(len(widths), self.config.vocab_size, widths[0])
 """
-    add_relative(monkeypatch, tmp_path, "mine", source)
-    monkeypatch.setattr(ranks, "size", 2)
-    flags = dict(RUN, **SHAPE, ffn="mine", out_dir=tmp_path, data_dir=str(data))
-    with user_error("one process"):
-        train.start(train.resolve_settings(**flags), Data(str(data), "text", 32, 1, 99), None)
+
+
+@pytest.mark.parametrize(
+    ("n", "more", "said"),
+    [
+        (3, {}, "process"),
+        (2, dict(table_optimizer="adamw"), "process"),
+        (2, dict(ffn="mine"), "one process"),
+    ],
+)
+def test_what_several_processes_cannot_share_is_one_line(
+    n, more, said, data, tmp_path, monkeypatch
+):
+    add_relative(monkeypatch, tmp_path, "mine", OWN_TABLES)
+    monkeypatch.setattr(ranks, "size", n)
+    given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
+    with user_error(said):
+        train.start(train.resolve_settings(**given), Data(str(data), "text", 32, 1, 99), None)

@@ -96,27 +96,56 @@ class Decoder(model.Decoder):
 """
 
 
+LOST = "does not keep the whole model"
+ONE_TOKEN = dict(block_size=1)
+
+
+@pytest.fixture
+def notes(data, tmp_path, capsys):
+    """The lines in which a brief run says that something may be wrong."""
+
+    def notes(**more) -> list[str]:
+        small_run(data, tmp_path / "out", max_iters=4, **more)
+        return [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
+
+    return notes
+
+
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "more", "said"),
     [
-        (DETACHED, "note: no gradient so far, so not trained: tables.weight.1:"),
-        (UNUSED, "not trained: blocks.0.scale:"),
-        (NO_PARAMETER, "does not keep the whole model"),
-        (NO_PARAMETER.replace("randn", "rand"), "does not keep the whole model"),  # a little
-        (LOOKS_AHEAD, "a layer looks ahead"),
-        (MIXES_BEFORE, "sample.py predicts something else"),
-        (ZERO_AT_FIRST, None),
-        (MORE_TABLES, None),
+        (DETACHED, {}, "note: no gradient so far, so not trained: tables.weight.1:"),
+        (UNUSED, {}, "not trained: blocks.0.scale:"),
+        (NO_PARAMETER, {}, LOST),
+        (NO_PARAMETER, ONE_TOKEN, LOST),
+        (NO_PARAMETER.replace("randn", "rand"), {}, LOST),  # a little
+        (LOOKS_AHEAD, {}, "a layer looks ahead"),
+        (MIXES_BEFORE, {}, "sample.py predicts something else"),
     ],
 )
 def test_what_learns_nothing_or_is_not_kept_is_said(
-    source, said, data, tmp_path, monkeypatch, capsys
+    source, more, said, notes, tmp_path, monkeypatch
 ):
     add_relative(monkeypatch, tmp_path, "mine", HEAD + source)
-    small_run(data, tmp_path / "out", ffn="mine", n_layer=3, max_iters=4)
-    notes = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
-    assert len(notes) == (said is not None)
-    assert said is None or said in notes[0]
+    (note,) = notes(ffn="mine", n_layer=3, **more)
+    assert said in note
+
+
+@pytest.mark.parametrize(
+    ("source", "more"),
+    [
+        (ZERO_AT_FIRST, {}),
+        (MORE_TABLES, {}),
+        (LOOKS_AHEAD, ONE_TOKEN),  # a context of one token looks nowhere
+    ],
+)
+def test_nothing_is_said_of_what_is_right(source, more, notes, tmp_path, monkeypatch):
+    add_relative(monkeypatch, tmp_path, "mine", HEAD + source)
+    assert not notes(ffn="mine", n_layer=3, **more)
+
+
+def test_a_model_of_one_token_is_compared_with_what_is_loaded(notes):
+    assert not notes(attention="linear", **ONE_TOKEN)
 
 
 def test_more_tables_of_a_decoder_are_trained_and_resumed(data, tmp_path, monkeypatch):
@@ -126,16 +155,14 @@ def test_more_tables_of_a_decoder_are_trained_and_resumed(data, tmp_path, monkey
     assert_same_run(whole, resume(interrupted(data, tmp_path / "cut", 9, ffn="mine")))
 
 
-def test_layers_that_are_changed_where_they_are_built_in_are_checked(
-    data, tmp_path, monkeypatch, capsys
-):
+def test_layers_that_are_changed_where_they_are_built_in_are_checked(notes, monkeypatch):
     class LooksAhead(StemFFN):
         def forward(self, x, rows):
             return super().forward(x, rows.roll(-1, 1))
 
     monkeypatch.setattr(model, "StemFFN", LooksAhead)
-    small_run(data, tmp_path / "out", max_iters=4)
-    assert "looks ahead" in capsys.readouterr().out
+    (note,) = notes()
+    assert "looks ahead" in note
 
 
 def test_tables_that_are_stored_count_for_what_is_loaded_beside_itself(tmp_path, monkeypatch):
@@ -148,24 +175,7 @@ def test_tables_that_are_stored_count_for_what_is_loaded_beside_itself(tmp_path,
     checks.check_saved(tmp_path / "ckpt.pt", made, torch.zeros(1, 9).long())
 
 
-def test_a_context_of_one_token_looks_nowhere(data, tmp_path, monkeypatch, capsys):
-    add_relative(monkeypatch, tmp_path, "mine", HEAD + LOOKS_AHEAD)
-    small_run(data, tmp_path / "out", ffn="mine", block_size=1, max_iters=1)
-    assert "looks ahead" not in capsys.readouterr().out
-
-
-def test_a_model_of_one_token_is_compared_with_what_is_loaded(data, tmp_path, monkeypatch, capsys):
-    said = "does not keep the whole model"
-    small_run(data, tmp_path / "kept", block_size=1, max_iters=1, attention="linear")
-    assert said not in capsys.readouterr().out
-    add_relative(monkeypatch, tmp_path, "mine", HEAD + NO_PARAMETER)
-    small_run(data, tmp_path / "lost", block_size=1, max_iters=1, ffn="mine")
-    assert said in capsys.readouterr().out
-
-
-def test_what_an_optimizer_beside_adamw_trains_is_not_said_to_be_untrained(
-    data, tmp_path, monkeypatch, capsys
-):
+def test_what_an_optimizer_beside_adamw_trains_is_not_said_to_be_untrained(notes, monkeypatch):
     class WithSGD(optimizer.Optimizer):
         def __init__(self, *args):
             super().__init__(*args)
@@ -173,13 +183,11 @@ def test_what_an_optimizer_beside_adamw_trains_is_not_said_to_be_untrained(
             self.adamw.register_step_pre_hook(lambda *_: sgd.step())
 
     monkeypatch.setattr(train, "Optimizer", WithSGD)
-    small_run(data, tmp_path / "out", max_iters=4)
-    assert "note: " not in capsys.readouterr().out
+    assert not notes()
 
 
-def test_steps_that_float16_skips_are_no_layers_fault(data, tmp_path, monkeypatch, capsys):
+def test_steps_that_float16_skips_are_no_layers_fault(notes, monkeypatch):
     infinite = torch.tensor(torch.inf)
     monkeypatch.setattr(optimizer, "get_total_norm", lambda gradients: infinite)
-    small_run(data, tmp_path / "out", dtype="float16", max_iters=4)
-    (note,) = [line for line in capsys.readouterr().out.splitlines() if "note: " in line]
+    (note,) = notes(dtype="float16")
     assert "no step was taken so far, as gradients overflow float16" in note
