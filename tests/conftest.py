@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -106,7 +106,7 @@ def user_error(match: str | None = None):
     return pytest.raises(UserError, match=match)
 
 
-def add_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str) -> Path:
+def put_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str) -> Path:
     """Have a file relatives/NAME.py, which is written to a folder."""
     path = folder / f"{name}.py"
     path.write_text(source)
@@ -222,6 +222,12 @@ def where_tests_work(request, monkeypatch):
     """In the folder of their own, if they ask for one."""
     has_folder = "tmp_path" in request.fixturenames
     monkeypatch.chdir(request.getfixturevalue("tmp_path") if has_folder else ROOT)
+
+
+@pytest.fixture
+def add_relative(monkeypatch, tmp_path):
+    """Have a file relatives/NAME.py until the test ends."""
+    return partial(put_relative, monkeypatch, tmp_path)
 
 
 @pytest.fixture(autouse=True)

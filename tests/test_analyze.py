@@ -18,7 +18,6 @@ import torch
 from conftest import (
     CPU,
     RUN,
-    add_relative,
     change_json,
     command,
     losses,
@@ -84,10 +83,10 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, data, tmp_path):
 
 
 def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
-    data, tmp_path, monkeypatch, capsys
+    data, tmp_path, monkeypatch, capsys, add_relative
 ):
     source = "import model\n\n\nclass Decoder(model.Decoder):\n    pass\n"
-    add_relative(monkeypatch, tmp_path, "mine", source)
+    add_relative("mine", source)
     kinds = ("dense", "STEM, third", "STEM, all", "mine")
     searched = []
 
@@ -219,7 +218,7 @@ def test_other_settings_or_data_are_another_folder(experiment, data, tmp_path):
 
 
 def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
-    experiment, tmp_path, monkeypatch
+    experiment, tmp_path, add_relative
 ):
     """Also one that it imports, by whatever statement."""
     begun = "import model\n\n\nclass {0}(model.{0}):\n    pass\n"
@@ -231,7 +230,7 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
         "near": begun.format("Attention"),
     }
     for name, source in files.items():
-        add_relative(monkeypatch, tmp_path, name, source)
+        add_relative(name, source)
 
     def folders() -> dict[str, Path]:
         kinds = {name: {"ffn": name} for name in ("dense", "inner", "first", "second", "third")}

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Largest, add_relative, refused, small_run
+from conftest import Largest, refused, small_run
 from naive import SIZES, decoder, naive_logits, tokens
 from torch.testing import assert_close
 
@@ -140,9 +140,9 @@ class Decoder(model.Decoder):
 """
 
 
-def test_a_variant_of_embformer_whose_values_depend_on_x_keeps_them(data, tmp_path, monkeypatch):
+def test_a_variant_of_embformer_whose_values_depend_on_x_keeps_them(data, tmp_path, add_relative):
     """It would write other text from ids alone."""
-    add_relative(monkeypatch, tmp_path, "gated", GATED)
+    add_relative("gated", GATED)
     with pytest.raises(AssertionError, match="in Embformer alone"):
         decoder(ffn="gated").make_cache(2, kind="ids")
     out = small_run(data, tmp_path / "out", ffn="gated", max_iters=1)

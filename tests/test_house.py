@@ -3,7 +3,7 @@
 import ast
 import re
 
-from conftest import EDIT, ROOT, SMALL, add_relative, assert_same_run, command, losses
+from conftest import EDIT, ROOT, SMALL, assert_same_run, command, losses
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert")
 # From the top down: a file imports what stands below it, or beside it.
@@ -80,11 +80,11 @@ def test_links_of_the_pages_lead_somewhere():
                 assert anchor in anchors, f"{page}: {name}#{anchor}"
 
 
-def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
+def test_the_layer_of_the_readme_is_one_file(data, tmp_path, add_relative):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     block = re.search(r"```python\n(# relatives/(\w+)\.py\n.*?)```", text, re.DOTALL)
     source, name = block.groups()
-    add_relative(monkeypatch, tmp_path, name, source)
+    add_relative(name, source)
     assert f"in relatives/: {name};" in " ".join(command("train.py -h").stdout.split())
     written = set()
     for place in ("none", "disk"):
@@ -101,7 +101,7 @@ def test_the_layer_of_the_readme_is_one_file(data, tmp_path, monkeypatch):
     assert_same_run(tmp_path / "none", tmp_path / "disk")
 
 
-def test_a_file_of_ones_own_hides_no_help(tmp_path, monkeypatch):
+def test_a_file_of_ones_own_hides_no_help(tmp_path, add_relative):
     source = """from dataclasses import dataclass
 
 import model
@@ -116,7 +116,7 @@ class Config(model.ModelConfig):
 class Decoder(model.Decoder):
     config_class = Config
 """
-    add_relative(monkeypatch, tmp_path, "mine", source)
+    add_relative("mine", source)
     (tmp_path / "latin.py").write_bytes(
         "# é\nclass Decoder(model.Decoder): pass\n".encode("latin1")
     )

@@ -20,9 +20,9 @@ from conftest import (
     EDIT,
     ROOT,
     SMALL,
-    add_relative,
     command,
     flags,
+    put_relative,
     refused,
     small_run,
     user_error,
@@ -101,7 +101,7 @@ MISTAKES = [
 def add_mine(patch: pytest.MonkeyPatch, folder: Path, place="top", line: str = "pass") -> Path:
     """Have SOURCE in relatives/mine.py."""
     lines = {**dict.fromkeys(re.findall("{(.*)}", SOURCE), "pass"), place: line}
-    return add_relative(patch, folder, "mine", SOURCE.format(**lines))
+    return put_relative(patch, folder, "mine", SOURCE.format(**lines))
 
 
 @pytest.fixture(scope="module")
@@ -184,8 +184,8 @@ class Decoder(model.Decoder):
 """
 
 
-def test_a_config_may_have_types_as_python_writes_them(data, tmp_path, monkeypatch):
-    add_relative(monkeypatch, tmp_path, "typed", CONFIG)
+def test_a_config_may_have_types_as_python_writes_them(data, tmp_path, add_relative):
+    add_relative("typed", CONFIG)
     more = flags(data_dir=data, out_dir=tmp_path / "out", ffn="typed", max_iters=1)
     assert "--rank" in refused("train.py", *SMALL, *more, "--rank", "0")
     assert "--depth: invalid choice" in refused("train.py", *SMALL, *more, "--depth", "3")
@@ -232,10 +232,10 @@ def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
 
 
 @pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])
-def test_a_setting_of_a_relative_is_none_of_every_run(field, data, tmp_path, monkeypatch):
+def test_a_setting_of_a_relative_is_none_of_every_run(field, data, add_relative):
     """Else it would take the value that the run was given."""
     code = CONFIG.replace("    sizes:", f"    {field}\n    sizes:")
-    add_relative(monkeypatch, tmp_path, "clash", code)
+    add_relative("clash", code)
     assert "clash.py: the setting seed" in refused("train.py --ffn clash --seed 3 --data_dir", data)
     with user_error(r"clash\.py: the setting seed"):
         train.resolve_settings(ffn="clash", seed=3, data_dir=data)

@@ -13,7 +13,6 @@ from conftest import (
     RUN,
     SHAPE,
     PowerCut,
-    add_relative,
     checkpoint,
     cut_in_step,
     shorten,
@@ -112,11 +111,11 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
-def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, monkeypatch):
+def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, add_relative):
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped.
     At the end a rank dies, and with it the other, whose checkpoint stays."""
-    add_relative(monkeypatch, tmp_path, "experts", EXPERTS)
+    add_relative("experts", EXPERTS)
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
     text = dict(base, **SHAPE, data_dir=str(data))
     sft = dict(base, init_from=str(stem_ckpt), data_dir=str(chat), stage="sft")
@@ -171,9 +170,9 @@ class Decoder(model.Decoder):
     ],
 )
 def test_what_several_processes_cannot_share_is_one_line(
-    n, more, said, data, tmp_path, monkeypatch
+    n, more, said, data, tmp_path, monkeypatch, add_relative
 ):
-    add_relative(monkeypatch, tmp_path, "mine", OWN_TABLES)
+    add_relative("mine", OWN_TABLES)
     monkeypatch.setattr(ranks, "size", n)
     given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
     with user_error(said):

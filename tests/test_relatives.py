@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import add_relative, user_error
+from conftest import user_error
 from naive import LAYERS, SIZES, TINY, decoder, tokens
 
 from model import Decoder, ModelConfig, decoder_class, relatives
@@ -213,15 +213,15 @@ def test_numbers_of_experts_are_not_rounded_in_16_bits():
 
 
 @pytest.mark.parametrize("name", ["stem", "full"])
-def test_no_file_has_the_name_of_what_is_built_in(monkeypatch, tmp_path, name):
+def test_no_file_has_the_name_of_what_is_built_in(name, add_relative):
     config = ModelConfig(9, 8, 2, 2, 8)
     Decoder(config)
-    add_relative(monkeypatch, tmp_path, name, "")
+    add_relative(name, "")
     with user_error(f"relatives/{name}.py: {name} is built in"):
         Decoder(config)
 
 
-def test_a_config_whose_fields_python_does_not_make_is_refused(monkeypatch, tmp_path):
+def test_a_config_whose_fields_python_does_not_make_is_refused(add_relative):
     """Its flags would not be known, and `config.gated` would be a Field, which counts as true."""
     source = """
 from dataclasses import dataclass
@@ -236,9 +236,9 @@ class Config(model.ModelConfig):
 class Decoder(model.Decoder):
     config_class = Config
 """
-    add_relative(monkeypatch, tmp_path, "right", source)
+    add_relative("right", source)
     assert decoder_class("right").config_class().gated is False
-    add_relative(monkeypatch, tmp_path, "wrong", source.replace("@dataclass\n", ""))
+    add_relative("wrong", source.replace("@dataclass\n", ""))
     with pytest.raises(UserError, match=r"relatives/wrong.py: class Config needs @dataclass"):
         decoder_class("wrong")
 

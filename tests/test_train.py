@@ -22,7 +22,6 @@ from conftest import (
     SHAPE,
     SMALL,
     PowerCut,
-    add_relative,
     assert_same,
     assert_same_run,
     change_json,
@@ -480,7 +479,7 @@ def test_eval_only_reads_as_much_whatever_the_run_read_and_shorter_windows(data,
     assert "reads 32 tokens at most" in refused(line, 33)
 
 
-def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch):
+def test_the_code_of_the_pages_runs(data, tmp_path, add_relative):
     """Each passage alone. Tables of another shape are trained, moved to disk and read."""
     pages = ("README.md", "CONTRIBUTING.md")
     text = "".join((ROOT / page).read_text(encoding="utf-8") for page in pages)
@@ -489,7 +488,7 @@ def test_the_code_of_the_pages_runs(data, tmp_path, monkeypatch):
     for block in re.findall("```python\n(.*?)```", text, re.DOTALL):
         exec(block, {"__name__": "a_script"})
         if "# relatives/shared.py" in block:
-            add_relative(monkeypatch, tmp_path, "shared", block)
+            add_relative("shared", block)
     out = small_run(data, tmp_path / "shared", ffn="shared", max_iters=2)
     first, encoding, _ = load_model(out, CPU)
     resume(out, max_iters=3, offload="disk")

@@ -18,7 +18,6 @@ import torch
 from conftest import (
     CPU,
     PowerCut,
-    add_relative,
     assert_same,
     assert_same_run,
     change_json,
@@ -458,9 +457,9 @@ class Decoder(model.Decoder):
 
 
 def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
-    data, trained, tmp_path, monkeypatch
+    data, trained, tmp_path, add_relative
 ):
-    add_relative(monkeypatch, tmp_path, "listed", LISTED)
+    add_relative("listed", LISTED)
     out = small_run(data, tmp_path / "listed", ffn="listed")
     model, _, saved = load_model(out / "ckpt.pt", CPU)
     assert_same(saved["model"], checkpoint(trained["stem"])["model"])

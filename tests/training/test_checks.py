@@ -3,7 +3,7 @@ silence."""
 
 import pytest
 import torch
-from conftest import add_relative, assert_same_run, checkpoint, interrupted, resume, small_run
+from conftest import assert_same_run, checkpoint, interrupted, resume, small_run
 
 import model
 import train
@@ -123,10 +123,8 @@ def notes(data, tmp_path, capsys):
         (MIXES_BEFORE, {}, "sample.py predicts something else"),
     ],
 )
-def test_what_learns_nothing_or_is_not_kept_is_said(
-    source, more, said, notes, tmp_path, monkeypatch
-):
-    add_relative(monkeypatch, tmp_path, "mine", HEAD + source)
+def test_what_learns_nothing_or_is_not_kept_is_said(source, more, said, notes, add_relative):
+    add_relative("mine", HEAD + source)
     (note,) = notes(ffn="mine", n_layer=3, **more)
     assert said in note
 
@@ -139,8 +137,8 @@ def test_what_learns_nothing_or_is_not_kept_is_said(
         (LOOKS_AHEAD, ONE_TOKEN),  # a context of one token looks nowhere
     ],
 )
-def test_nothing_is_said_of_what_is_right(source, more, notes, tmp_path, monkeypatch):
-    add_relative(monkeypatch, tmp_path, "mine", HEAD + source)
+def test_nothing_is_said_of_what_is_right(source, more, notes, add_relative):
+    add_relative("mine", HEAD + source)
     assert not notes(ffn="mine", n_layer=3, **more)
 
 
@@ -148,8 +146,8 @@ def test_a_model_of_one_token_is_compared_with_what_is_loaded(notes):
     assert not notes(attention="linear", **ONE_TOKEN)
 
 
-def test_more_tables_of_a_decoder_are_trained_and_resumed(data, tmp_path, monkeypatch):
-    add_relative(monkeypatch, tmp_path, "mine", HEAD + MORE_TABLES)
+def test_more_tables_of_a_decoder_are_trained_and_resumed(data, tmp_path, add_relative):
+    add_relative("mine", HEAD + MORE_TABLES)
     whole = small_run(data, tmp_path / "whole", ffn="mine")
     assert (checkpoint(whole)["model"]["more.weight.0"] != 0).all()  # as it begins
     assert_same_run(whole, resume(interrupted(data, tmp_path / "cut", 9, ffn="mine")))

@@ -8,7 +8,6 @@ import torch
 from conftest import (
     CPU,
     SMALL,
-    add_relative,
     assert_same_run,
     checkpoint,
     contents,
@@ -77,8 +76,8 @@ class Decoder(model.Decoder):
 
 
 @pytest.mark.parametrize("flags", [dict(offload="disk"), dict(table_dtype="bfloat16")], ids=str)
-def test_flags_that_tables_of_ones_own_do_not_obey_are_refused(data, tmp_path, monkeypatch, flags):
-    add_relative(monkeypatch, tmp_path, "mine", OWN)
+def test_flags_that_tables_of_ones_own_do_not_obey_are_refused(data, tmp_path, add_relative, flags):
+    add_relative("mine", OWN)
     (name,) = flags
     with user_error(f"--{name}"):
         small_run(data, tmp_path / "out", ffn="mine", max_iters=1, **flags)
