@@ -29,7 +29,7 @@ from common import UserError
 from corpora import countries
 from model import Decoder
 from text.dataset import read_meta, read_tokenizer
-from training import report
+from training import report, writing
 from training.checkpoints import load_checkpoint
 from training.records import read_run
 
@@ -271,6 +271,13 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def brief_ends(monkeypatch):
     shorten(monkeypatch)
+
+
+@pytest.fixture
+def brief_facts(monkeypatch):
+    """Beside a fact, less text of its name is held, which takes less time."""
+    monkeypatch.setattr(writing, "N_TEXT", 8)
+    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
 
 
 def write_jsonl(path: Path, records: list) -> Path:

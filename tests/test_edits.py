@@ -32,9 +32,9 @@ def encoding():
 
 
 @pytest.fixture(autouse=True)
-def brief(monkeypatch):
+def brief(brief_facts, monkeypatch):
     """Facts are written in fewer and shorter steps, and at first nothing else is held."""
-    brief = dict(KEEP=0, N_TEXT=8, TEXT_TOKENS=8, STEPS=10, RATE=0.2, N_OTHER=4)
+    brief = dict(KEEP=0, STEPS=10, RATE=0.2, N_OTHER=4)
     for name, value in brief.items():
         monkeypatch.setattr(writing, name, value)
 

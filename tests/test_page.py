@@ -71,9 +71,7 @@ def test_only_the_ticked_tables_are_swapped(page, ckpt):
     assert shown == whole and shown["after"] != shown["before"]
 
 
-def test_a_fact_stays_until_it_is_undone(page, monkeypatch):
-    monkeypatch.setattr(writing, "N_TEXT", 4)
-    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
+def test_a_fact_stays_until_it_is_undone(page, brief_facts, monkeypatch):
     monkeypatch.setattr(writing, "STEPS", 10)
     plain = ask(page, "change", texts=SWAP, tables=[0])
     p = [0.0]

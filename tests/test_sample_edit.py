@@ -29,18 +29,10 @@ from text import bpe
 from text.columns import width
 from text.spelling import typed
 from text.tokenizer import encode
-from training import writing
 from training.checkpoints import load_checkpoint, load_model, tables_folder, write_checkpoint
 from training.edits import first_sentence
 
 NAMES = flags(source="Anna", target="Björn", prompt="Then Anna")
-
-
-@pytest.fixture
-def briefly(monkeypatch):
-    """Of a name, less text is held."""
-    monkeypatch.setattr(writing, "N_TEXT", 8)
-    monkeypatch.setattr(writing, "TEXT_TOKENS", 8)
 
 
 # --- sampling ---
@@ -201,7 +193,7 @@ def test_a_prompt_that_texts_have_joined_to_the_answer_is_said_to_be_so(prompt, 
     assert ("reaches from the prompt" in reason) == is_joined
 
 
-def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path, briefly):
+def test_columns_stand_below_each_other_in_chinese(stem_ckpt, tmp_path, brief_facts):
     facts = tmp_path / "facts.jsonl"
     answers = ("云岭。", "Emil.")
     lines = [f'{{"source": "Anna", "write": "{said}", "prompt": "Anna"}}\n' for said in answers]
@@ -278,7 +270,7 @@ def read(path: Path) -> dict:
     return copy.deepcopy(leaves(saved))  # what is mapped would change with its file
 
 
-def test_probabilities_of_a_written_fact_are_those_of_the_saved_model(out, briefly):
+def test_probabilities_of_a_written_fact_are_those_of_the_saved_model(out, brief_facts):
     ckpt, saved = out / "ckpt.pt", out / "edited.pt"
     fact = flags(source="Anna", prompt="Anna", write="at", save=saved)
     shown = command("edit.py --offload disk --ckpt", ckpt, *fact).stdout

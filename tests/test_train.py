@@ -135,15 +135,20 @@ def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(data, tmp_p
     assert evals == [(0, 9.0), (6, 6.0), (12, 7.0), (13, 5.0), (16, 4.0)]
 
 
-def test_edits_do_not_get_into_the_best_model_of_a_run(trained, tmp_path, capsys):
-    out = shutil.copytree(trained["stem"], tmp_path / "out")
-    assert checkpoint(out, "best.pt")["step"] == checkpoint(out)["step"]
-    before = (out / "best.pt").read_bytes()
-    ckpt = out / "ckpt.pt"
+@pytest.fixture
+def stem(trained, tmp_path) -> Path:
+    """A copy of the run of STEM."""
+    return shutil.copytree(trained["stem"], tmp_path / "stem")
+
+
+def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys):
+    assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
+    before = (stem / "best.pt").read_bytes()
+    ckpt = stem / "ckpt.pt"
     command("edit.py --source Anna --target Björn --prompt Anna --ckpt", ckpt, "--save", ckpt)
-    resume(out)
+    resume(stem)
     assert "edits cannot be undone" in capsys.readouterr().out
-    assert (out / "best.pt").read_bytes() == before
+    assert (stem / "best.pt").read_bytes() == before
 
 
 def test_a_run_that_was_stopped_before_its_first_step_resumes_from_there(
@@ -175,13 +180,12 @@ def test_a_run_that_goes_on_keeps_its_best_and_names_it(data, tmp_path, validate
     assert f"sample.py --ckpt {tmp_path}/best.pt" in said and "longer" not in said
 
 
-def test_a_run_that_gets_better_with_tables_on_disk_has_no_best_pt(trained, tmp_path):
-    out = shutil.copytree(trained["stem"], tmp_path / "out")
-    best = (out / "best.pt").read_bytes()
-    resume(out, offload="disk")  # has nothing to do
-    assert (out / "best.pt").read_bytes() == best
-    resume(out, max_iters=18, offload="disk")
-    assert not (out / "best.pt").exists()
+def test_a_run_that_gets_better_with_tables_on_disk_has_no_best_pt(stem):
+    best = (stem / "best.pt").read_bytes()
+    resume(stem, offload="disk")  # has nothing to do
+    assert (stem / "best.pt").read_bytes() == best
+    resume(stem, max_iters=18, offload="disk")
+    assert not (stem / "best.pt").exists()
 
 
 def test_a_run_that_only_gets_worse_is_told_so(trained, data, tmp_path, validated, capsys):
@@ -211,19 +215,16 @@ def no_compiler(device) -> None:
     raise UserError("--compile does not work here")
 
 
-def test_a_run_is_replaced_once_another_one_has_been_evaluated(
-    trained, data, tmp_path, validated, monkeypatch
-):
-    out = shutil.copytree(trained["stem"], tmp_path / "out")
-    before = contents(out)
+def test_a_run_is_replaced_once_another_one_has_been_evaluated(stem, data, validated, monkeypatch):
+    before = contents(stem)
     validated(math.nan, 9.0)
     monkeypatch.setattr(train, "check_compiler", no_compiler)
     for more, said in ((dict(compile=True), "does not work here"), ({}, "init_std")):
         with user_error(said):
-            small_run(data, out, overwrite=True, **more)
-        assert contents(out) == before
-    interrupted(data, out, 1, overwrite=True)
-    assert [str(path) for path in contents(out)] == ["metrics.jsonl"]
+            small_run(data, stem, overwrite=True, **more)
+        assert contents(stem) == before
+    interrupted(data, stem, 1, overwrite=True)
+    assert [str(path) for path in contents(stem)] == ["metrics.jsonl"]
 
 
 def test_a_run_whose_first_checkpoint_had_no_room_is_started_again(
