@@ -393,7 +393,6 @@ def test_documents_are_masked_at_their_boundaries():
             "--max_iter 3",
             "unrecognized with --ffn stem: --max_iter 3; did you mean --max_iters?",
         ),
-        ("--block_size 100000", "lower --block_size 100000 to"),
         ("--data_dir {data}/train.bin", "--input {data}/train.bin --out_dir data/train, and name"),
         ("--lr 1", "--lr 1; did you mean --learning_rate?"),
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),

@@ -212,7 +212,6 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
     for data_dir, kind, block_size, named in (
         (f"{a}=1,{b}=1", "text", 10, f"{b} was made with a different tokenizer"),
         (f"{a}=1,{b}=1", "text", 10, f"--out_dir {b} --overwrite"),
-        (a, "chat", 10, str(a)),
         (f"{a}=1,{chat}=1", "chat", 10, "--data_dir"),
         (a, "text", n, f"--block_size {n} to {n - 1} or less"),
         (mixed_up, "text", 10, "not the tokenizer of the token files"),
