@@ -62,7 +62,7 @@ from training.evaluation import evaluate
 from training.folders import has_run, live_tables, remove_run, run_folder
 from training.objectives import NextToken, validate
 from training.optimizer import Optimizer, schedule
-from training.placement import check_placed, make_tables
+from training.placement import check_own, make_tables
 from training.records import Log, Meter
 from training.report import describe, format_figures, model_sizes, report
 from training.settings import (
@@ -226,7 +226,7 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
         fresh=checkpoint is None,
     )
     model = decoder_class(settings.model.ffn)(settings.model, tables)
-    check_placed(model.tables, settings.offload, device, DTYPES[settings.table_dtype])
+    check_own(model, settings, device)
     ranks.keep_columns(model)
     model = model.to(device)
 

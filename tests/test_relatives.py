@@ -239,7 +239,7 @@ class Decoder(model.Decoder):
     add_relative("right", source)
     assert decoder_class("right").config_class().gated is False
     add_relative("wrong", source.replace("@dataclass\n", ""))
-    with pytest.raises(UserError, match=r"relatives/wrong.py: class Config needs @dataclass"):
+    with user_error(r"relatives/wrong.py: class Config needs @dataclass"):
         decoder_class("wrong")
 
 

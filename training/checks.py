@@ -16,8 +16,8 @@ MOST_NUMBERS = 1 << 28  # in the weights of a model that is loaded beside itself
 
 @torch.no_grad()
 def check_trained(model: Decoder, optimizer: Optimizer) -> None:
-    """Whether each parameter of AdamW and each table got a gradient in the steps so far. Its second
-    moments, which begin at zero, tell."""
+    """Whether each parameter of AdamW and each table got a gradient in the steps so far. Its
+    moments, which begin at zero, tell. (Not only AdamW's second: Lion has none.)"""
     if optimizer.scaler.enabled and not optimizer.adamw.state:
         tqdm.write("note: no step was taken so far, as gradients overflow float16: take float32?")
         return
@@ -27,7 +27,7 @@ def check_trained(model: Decoder, optimizer: Optimizer) -> None:
         if not parameter.requires_grad or parameter not in mine:
             continue
         state = optimizer.adamw.state.get(parameter)  # None: it never had one
-        if state is None or not state["exp_avg_sq"].any():
+        if state is None or not state["exp_avg"].any():
             names.append(name)
     for name, rmsprop in optimizer.rmsprops.items():
         rmsprop.tables.flush()  # tables that are offloaded keep those of the last batch on the GPU

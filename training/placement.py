@@ -7,11 +7,13 @@ from pathlib import Path
 import torch
 
 from common import UserError
+from model import Decoder
 from offload import OffloadedTables
 from tables import sharded
-from tables.storage import DiskStorage, RamStorage, check_room
+from tables.storage import DTYPES, DiskStorage, RamStorage, check_room
 from tables.tables import STREAM_DEVICES, ResidentTables, StoredTables, Tables
 from training import ranks
+from training.settings import Settings
 
 
 def make_tables(
@@ -74,14 +76,16 @@ def make_tables(
     return make
 
 
-def check_placed(tables: Tables, offload: str, device: torch.device, dtype: torch.dtype) -> None:
-    """UserError: tables are of somebody's own, which are not where a run is to have them, or not of
-    its dtype."""
-    if not len(tables.weight):
-        return
-    own = f"{type(tables).__name__} of a relative's own"
-    far = offload == "disk" or (offload == "cpu" and device.type in STREAM_DEVICES)
-    if far and tables.storage is None:
-        raise UserError(f"--offload {offload} does not reach {own}: leave it out")
-    if dtype != torch.float32 and tables.weight[0].dtype != dtype:
-        raise UserError(f"--table_dtype does not reach {own}: leave it out")
+def check_own(model: Decoder, settings: Settings, device: torch.device) -> None:
+    """UserError: settings ask for what tables of a relative's own kind do not do."""
+    kinds = ("disk", "cpu") if device.type in STREAM_DEVICES else ("disk",)
+    for name, tables in model.all_tables.items():
+        if name == "wte" or not len(tables.weight):
+            continue
+        own = f"the relative's own tables, `{name}`"
+        if settings.offload in kinds and tables.storage is None:
+            raise UserError(f"--offload {settings.offload} does not reach {own}: leave it out")
+        if tables.weight[0].dtype != DTYPES[settings.table_dtype] != torch.float32:
+            raise UserError(f"--table_dtype does not reach {own}: leave it out")
+        if tables.n_rank != ranks.size:
+            raise UserError(f"{own}, train in one process only")

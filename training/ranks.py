@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from common import UserError
 from model import Decoder
 from tables import sharded
 
@@ -92,14 +91,8 @@ def add_up_gradients(parameters: list[Tensor]) -> None:
 
 
 def keep_columns(model: Decoder) -> None:
-    """Leave a decoder this rank's columns of an embedding that is a table, which it has whole.
-    UserError: it has tables of somebody's own, whose columns nobody divides."""
-    if size == 1:
-        return
-    for name, tables in model.all_tables.items():
-        if name != "wte" and len(tables.weight) and tables.n_rank == 1:
-            raise UserError(f"{name}: tables of your own train in one process only")
-    if model.head is not None:
+    """Leave a decoder this rank's columns of an embedding that is a table, which it has whole."""
+    if size > 1 and model.head is not None:
         model.wte = sharded.shard(model.wte)
 
 
