@@ -483,6 +483,10 @@ def test_rows_that_no_checkpoint_could_give_back_are_not_saved(stem_ckpt, tmp_pa
     model.tables = with_rows(model.tables, {5: rows_of(model.tables, [6])[0]})
     with user_error("edit.save"):
         save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
+    model, encoding, _ = load_model(stem_ckpt, CPU)  # a relative's, in a model that is not its
+    model.tables.__class__ = type("Mine", (type(model.tables),), {"__module__": "relatives.mine"})
+    with user_error("no Mine would be read"):
+        save_checkpoint(tmp_path / "ckpt.pt", model, encoding)
     assert not [*tmp_path.iterdir()]
 
 

@@ -127,7 +127,10 @@ def save_checkpoint(
     if not tables.can_be_saved:
         raise UserError(f"{path}: rows that are read in place of others are saved by edit.save")
     kind = type(tables)
-    if kind.__module__.partition(".")[0] not in ("tables", "offload", "relatives"):
+    places = ["tables", "offload"]
+    if made.make_tables is not Decoder.make_tables:
+        places.append("relatives")
+    if kind.__module__.partition(".")[0] not in places:
         raise UserError(f"{path}: no {kind.__name__} would be read: make it in a Decoder {where}")
     storage = tables.storage if tables.on_disk else None
     args = {**(args or {}), **asdict(model.config)}
