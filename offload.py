@@ -256,7 +256,8 @@ class OffloadedTables(StoredTables):
 
     def slots(self, ids: Tensor) -> Tensor:
         tokens = ids.numpy()
-        if self.fetch_missing(tokens) or self.early:  # these may be announced again, and coming
+        # After an early eviction, they may be coming again, as the next batch reads them, too.
+        if self.fetch_missing(tokens) or self.early:
             self.wait_for(self.fetched)
         return send(torch.from_numpy(self.slot_of[tokens]), self.device)
 
