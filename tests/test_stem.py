@@ -37,3 +37,9 @@ def test_substitute_by_hand(text, source, target, expected):
     given = torch.tensor([[*text], [*text]])
     assert substitute(given, [*source], [*target]).tolist() == [[*expected]] * 2
     assert given[0].tolist() == [*text]  # the caller's stay
+
+
+@pytest.mark.parametrize(("source", "target"), [(b"", b""), (b"b", b""), (b"bc", b"x")])
+def test_names_of_other_lengths_are_not_substituted_in_part(source, target):
+    with pytest.raises(ValueError, match="not of one length"):
+        substitute(torch.tensor([[*b"abcd"]]), [*source], [*target])

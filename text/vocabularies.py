@@ -6,9 +6,9 @@ from text import tokenizer
 
 
 def complete(encoding: tiktoken.Encoding) -> tiktoken.Encoding:
-    """Any encoding with special tokens as in `tokenizer.SPECIALS`, after its last id if it
-    lacks them, and a name for each id without a token, so that whatever a model samples can be
-    shown. No other id changes."""
+    """Any encoding with the special tokens of `tokenizer.SPECIALS`, after its last id if it lacks
+    them, and a name for each id without a token, so that whatever a model samples can be shown. No
+    other id changes."""
     ranks = encoding._mergeable_ranks
     special_tokens = dict(encoding._special_tokens)
     n = encoding.n_vocab

@@ -78,14 +78,17 @@ def make_tables(
 
 def check_own(model: Decoder, settings: Settings, device: torch.device) -> None:
     """UserError: settings ask for what tables of a relative's own kind do not do."""
-    kinds = ("disk", "cpu") if device.type in STREAM_DEVICES else ("disk",)
+    dtype = DTYPES[settings.table_dtype]
+    far = settings.offload == "disk"
+    if settings.offload == "cpu":  # without a GPU, RAM is where they are
+        far = device.type in STREAM_DEVICES
     for name, tables in model.all_tables.items():
         if name == "wte" or not len(tables.weight):
             continue
         own = f"the relative's own tables, `{name}`"
-        if settings.offload in kinds and tables.storage is None:
+        if far and tables.storage is None:
             raise UserError(f"--offload {settings.offload} does not reach {own}: leave it out")
-        if tables.weight[0].dtype != DTYPES[settings.table_dtype] != torch.float32:
+        if dtype not in (torch.float32, tables.weight[0].dtype):
             raise UserError(f"--table_dtype does not reach {own}: leave it out")
         if tables.n_rank != ranks.size:
             raise UserError(f"{own}, train in one process only")
