@@ -1,4 +1,4 @@
-"""Convert Llamas and Qwen3s of Hugging Face to checkpoints and back, Embformers of its author to
+"""Convert Llamas and Qwens of Hugging Face to checkpoints and back, Embformers of its author to
 checkpoints, and dense checkpoints to STEM.
 
     python convert.py SmolLM2-135M --out out/smol/ckpt.pt       # a Llama of Hugging Face

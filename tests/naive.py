@@ -223,8 +223,11 @@ def naive_logits(config, w, ids, table_ids, documents):
                 else k + norm(rows.unflatten(1, (-1, width)), eps=config.norm_eps).flatten(1)
             )
         else:
-            name = "attn.qkv.qkv.qkv.weight" if attention == "qknorm" else "attn.qkv.qkv.weight"
+            wrapped = attention in ("qknorm", "qkvbias")
+            name = "attn.qkv.qkv.qkv.weight" if wrapped else "attn.qkv.qkv.weight"
             qkv = normed @ w[block + name].T
+            if attention == "qkvbias":
+                qkv = qkv + w[block + "attn.qkv.bias"]
             q, k, v = qkv.split((config.n_head * width, kv, kv), dim=1)
         if kind == "value":
             weight = w.get(block + "attn.qkv.weight")

@@ -70,6 +70,9 @@ blocks.#.attn.qkv.qkv.v model.layers.#.self_attn.v_proj         lm_transformer.l
 blocks.#.attn.qkv.qkv.qkv.q model.layers.#.self_attn.q_proj     -
 blocks.#.attn.qkv.qkv.qkv.k model.layers.#.self_attn.k_proj     -
 blocks.#.attn.qkv.qkv.qkv.v model.layers.#.self_attn.v_proj     -
+blocks.#.attn.qkv.bias.q model.layers.#.self_attn.q_proj.bias       -
+blocks.#.attn.qkv.bias.k model.layers.#.self_attn.k_proj.bias       -
+blocks.#.attn.qkv.bias.v model.layers.#.self_attn.v_proj.bias       -
 blocks.#.attn.qkv.q_norm model.layers.#.self_attn.q_norm        -
 blocks.#.attn.qkv.k_norm model.layers.#.self_attn.k_norm        -
 blocks.#.attn.out       model.layers.#.self_attn.o_proj         lm_transformer.layers.#.attention.wo
@@ -103,7 +106,8 @@ def named(ours: dict[str, Tensor], config: ModelConfig, names: dict[str, str]) -
     for name, tensor in ours.items():
         name = name.replace(".weight", "")
         parts = {name: tensor}
-        if name.endswith("qkv"):  # [(n_head + 2 n_kv_head) head_dim, n_embd]
+        # [(n_head + 2 n_kv_head) head_dim, n_embd], or [(n_head + 2 n_kv_head) head_dim]
+        if name.endswith(("qkv", "qkv.bias")):
             q, k, v = tensor.split((config.n_head * config.head_dim, kv, kv))
             if names is LINGUA:
                 q = interleaved(q, config.head_dim)
@@ -115,7 +119,8 @@ def named(ours: dict[str, Tensor], config: ModelConfig, names: dict[str, str]) -
         for part_name, part in parts.items():
             layer = "".join(re.findall("[0-9]", part_name))
             there = names.get(part_name) or names[part_name.replace(layer, "#")]
-            found[there.replace("#", layer) + ".weight"] = part
+            there = there.replace("#", layer)
+            found[there if there.endswith(".bias") else f"{there}.weight"] = part
     return found
 
 
@@ -257,6 +262,14 @@ def qwen3() -> Original:
     return hugging_face(title, config, hf.Qwen3Config, hf.Qwen3ForCausalLM)
 
 
+def qwen2() -> Original:
+    import transformers as hf
+
+    config = ModelConfig(**SHAPE, n_kv_head=2, ffn="dense", tie_head=True, attention="qkvbias")
+    title = f"Qwen2 (transformers {hf.__version__})"
+    return hugging_face(title, config, hf.Qwen2Config, hf.Qwen2ForCausalLM)
+
+
 def embformer(folder: Path) -> Original:
     sys.path.insert(0, str(folder / "src"))
     with contextlib.redirect_stdout(io.StringIO()):  # about documentation that its classes lack
@@ -359,7 +372,7 @@ def main() -> None:
     if args.llama:
         builders.append(partial(llama, "tied head", n_kv_head=4, tie_head=True))
         separate = partial(llama, "separate head, grouped queries", n_kv_head=2, tie_head=False)
-        builders += [separate, qwen3]
+        builders += [separate, qwen2, qwen3]
     if args.embformer:
         builders.append(partial(embformer, args.embformer))
     if args.stem:

@@ -53,7 +53,7 @@ def documents_of(ids: torch.Tensor) -> torch.Tensor:
         *itertools.product(["embformer", "dense"], PATTERNS[2:], [19], [True]),
         *itertools.product(["engram", "bigram"], PATTERNS[:1], [19], [False]),
         ("embformer", "previous:2", 19, True),
-        *itertools.product(["dense, wide heads", "stem"], ["qknorm,window:5"], [19], [True]),
+        *itertools.product(["dense, wide heads", "stem"], ["qknorm,qkvbias"], [19], [True]),
         *itertools.product(SIZES, ["full"], [19], [True]),  # of which attention knows nothing
     ],
 )

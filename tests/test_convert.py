@@ -50,6 +50,7 @@ CONFIG = {
 }
 EMBFORMER = CONFIG | {"model_type": "embformer", "head_dim": 8, "use_channel_shift": True}
 del EMBFORMER["intermediate_size"]
+QWEN2 = CONFIG | {"model_type": "qwen2"}
 QWEN3 = CONFIG | {"model_type": "qwen3", "head_dim": 12}
 SLOW = {
     "rope_type": "llama3",
@@ -102,8 +103,8 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     torch.manual_seed(0)
     ffn = "embformer" if config["model_type"] == "embformer" else "dense"
     more = dict(rope_base=5e4, norm_eps=1e-5)
-    if config["model_type"] == "qwen3":
-        more["attention"] = "qknorm"
+    if config["model_type"] in ("qwen2", "qwen3"):
+        more["attention"] = {"qwen2": "qkvbias", "qwen3": "qknorm"}[config["model_type"]]
     if config.get("head_dim") in (6, 12):
         more["head_dim"] = config["head_dim"]
     shape = ModelConfig(300, 64, 2, 4, 32, 2, 48, ffn, **more)
@@ -157,6 +158,7 @@ def write_safetensors(path, dtype, weights, names) -> None:
         ({"head_dim": None, "rope_scaling": None}, "pickled", 1),
         ({"head_dim": 6}, "F32", 1),
         (EMBFORMER, "F32", 2),
+        (QWEN2, "BF16", 2),
         (QWEN3, "BF16", 1),
         ({"rope_theta": None, "rope_parameters": {"rope_theta": 5e4}}, "F32", 1),
     ],
@@ -288,7 +290,7 @@ def test_what_a_llama_3_writes_ends_where_that_ends_texts_and_messages(tmp_path,
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"model_type": "qwen2"}, "qwen2 is not supported, only llama or qwen3 or embformer"),
+        ({"model_type": "gemma"}, "gemma is not supported, only llama or qwen2 or qwen3"),
         ({"model_type": None, "architectures": ["Gemma"]}, "architectures ['Gemma'] is not"),
         (QWEN3 | {"head_dim": None}, "config.json is damaged (head_dim"),
         (QWEN3 | {"head_dim": 11}, "config.json: head_dim 11 is odd"),
@@ -459,8 +461,8 @@ def test_the_pattern_of_cl100k_base_comes_back(tmp_path):
 
 @pytest.fixture(scope="module", params=["ours", 0, 1, 2])
 def exported(request, trained, tmp_path_factory):
-    """A dense checkpoint, one of them a Qwen3, and the folder to which it is exported: with a
-    tokenizer of ours, or one that splits as SPLITS do."""
+    """A dense checkpoint, one a Qwen3 and one a Qwen2, and the folder to which it is exported: with
+    a tokenizer of ours, or one that splits as SPLITS do."""
     folder = tmp_path_factory.mktemp("exported")
     path = trained["dense"] / "ckpt.pt"
     split = request.param
@@ -469,7 +471,7 @@ def exported(request, trained, tmp_path_factory):
         lacking = NO_TOKEN if split == 1 else b""
         words = bpe(split, lacking=lacking)
         words["added_tokens"] += with_added("<think>")["added_tokens"][-1:]
-        save(folder / "first", (QWEN3 if split == 1 else CONFIG) | change, words)
+        save(folder / "first", (CONFIG, QWEN3, QWEN2)[split] | change, words)
         path = folder / "ckpt.pt"
         command("convert.py first --out ckpt.pt", cwd=folder)
     (folder / "llama.tmp").mkdir()  # somebody's own

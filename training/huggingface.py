@@ -1,5 +1,5 @@
-"""Models in folders of Hugging Face: Llamas and Qwen3s, there and back, and Embformers of their
-author. text/huggingface.py has the tokenizer.
+"""Models in folders of Hugging Face: Llamas, Qwen2s and Qwen3s, there and back, and Embformers of
+their author. text/huggingface.py has the tokenizer.
 
 A folder has config.json, model*.safetensors (or pytorch_model*.bin) and tokenizer.json.
 docs/data-and-stages.md says which models can be read.
@@ -43,6 +43,7 @@ OPTIONAL = {
 # And what the others must be, by the kind of model.
 REQUIRED = {
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
     "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
     "embformer": {
         "hidden_act": "silu",
@@ -51,6 +52,7 @@ REQUIRED = {
         "use_sliding_window": False,
     },
 }
+ATTENTION = {"llama": "full", "qwen2": "qkvbias", "qwen3": "qknorm"}  # of dense models
 # The types of all that may be there.
 OF_TYPES = dict(
     rope_scaling=dict,
@@ -76,9 +78,9 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def named_weights(model: Decoder) -> dict[str, Tensor]:
-    """The weights of a dense model by the names that they have in a Llama or, with normed queries
-    and keys, in a Qwen3; those of an Embformer by its author's. They share the model's memory, so
-    this is the way in and the way out."""
+    """The weights of a dense model by the names that they have in a Llama, Qwen2 or Qwen3; those of
+    an Embformer by its author's. They share the model's memory, so this is the way in and the way
+    out."""
     config = model.config
     ours = model.state_dict()
     n_q = config.n_head * config.head_dim
@@ -102,14 +104,19 @@ def named_weights(model: Decoder) -> dict[str, Tensor]:
         for theirs, name in NAMES.items():
             weights[f"model.layers.{layer}.{theirs}.weight"] = ours[f"blocks.{layer}.{name}.weight"]
         qkv, attention = f"blocks.{layer}.attn.qkv", f"model.layers.{layer}.self_attn"
+        # Queries, keys and values are three matrices there and one here, and so are biases.
+        parts = {}
         if config.attention_kinds[layer] == "qknorm":
             for name in ("q_norm", "k_norm"):
                 weights[f"{attention}.{name}.weight"] = ours[f"{qkv}.{name}.weight"]
             qkv += ".qkv"
-        # Queries, keys and values are three matrices there and one here.
-        parts = ours[f"{qkv}.qkv.weight"].split([n_q, n_kv, n_kv])
-        for part, weight in zip("qkv", parts, strict=True):
-            weights[f"{attention}.{part}_proj.weight"] = weight
+        if config.attention_kinds[layer] == "qkvbias":
+            parts["bias"] = ours[f"{qkv}.bias"]
+            qkv += ".qkv"
+        parts["weight"] = ours[f"{qkv}.qkv.weight"]
+        for name, three in parts.items():
+            for part, weight in zip("qkv", three.split([n_q, n_kv, n_kv]), strict=True):
+                weights[f"{attention}.{part}_proj.{name}"] = weight
     return weights
 
 
@@ -128,9 +135,9 @@ def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
 
 
 def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
-    """A Llama, Qwen3 or Embformer in a folder of Hugging Face, its weights in float32, the id that
-    begins a text and those that end one. UserError: a file is missing or damaged, or asks for what
-    this decoder does not do."""
+    """A Llama, Qwen2, Qwen3 or Embformer in a folder of Hugging Face, its weights in float32, the
+    id that begins a text and those that end one. UserError: a file is missing or damaged, or asks
+    for what this decoder does not do."""
     path = folder / "config.json"
     record = read_config(path)
     weights = read_weights(folder)
@@ -234,7 +241,7 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
         return ModelConfig(
             **{ours: record[theirs] for ours, theirs in sizes.items()},
             ffn="embformer" if kind == "embformer" else "dense",
-            attention="qknorm" if kind == "qwen3" else "full",
+            attention=ATTENTION.get(kind, "full"),
             tie_head=record["tie_word_embeddings"],
             norm_eps=record["rms_norm_eps"],
             rope_base=theta,
@@ -321,9 +328,10 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
 
 
 def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> None:
-    """The inverse of `read_folder`. UserError: neither a Llama nor a Qwen3 is like this model."""
+    """The inverse of `read_folder`. UserError: no Llama, Qwen2 or Qwen3 is like this model."""
     config = model.config
-    kind = {"full": "Llama", "qknorm": "Qwen3"}.get(config.attention_kinds[0])
+    kinds = {attention: kind for kind, attention in ATTENTION.items()}
+    kind = kinds.get(config.attention_kinds[0])
     wrong = ""
     if config.ffn != "dense":
         wrong = f"--ffn {config.ffn}"
@@ -331,7 +339,7 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
         wrong = f"--attention {config.attention}"
     if wrong:
         raise UserError(
-            f"--export: a Llama or Qwen3 is dense, with full attention: it cannot be {wrong}; "
+            f"--export: a Llama or Qwen is dense, with full attention: it cannot be {wrong}; "
             "train one with --ffn dense on the same text"
         )
     weights = named_weights(model)
@@ -339,12 +347,12 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
     n_left = n_all - sum(weight.numel() for weight in weights.values())
     if n_left:
         raise UserError(
-            f"--export: {n_left:,} numbers of the model have no place in a Llama or Qwen3: they "
+            f"--export: {n_left:,} numbers of the model have no place in a Llama or Qwen: they "
             "come from a changed model.py"
         )
     record = {
-        "architectures": [f"{kind}ForCausalLM"],
-        "model_type": kind.lower(),
+        "architectures": [f"{kind.title()}ForCausalLM"],
+        "model_type": kind,
         "tie_word_embeddings": config.tie_head,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": config.rope_base,
