@@ -120,7 +120,8 @@ def save(folder, config=CONFIG, words=None, dtype="F32", parts=1) -> Decoder:
     weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])  # if it is tied
     weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)  # of older files
     if dtype == "pickled":
-        torch.save(weights, folder / "pytorch_model.bin")
+        pickled = {name: torch.nn.Parameter(w) for name, w in weights.items()}  # some have them
+        torch.save(pickled, folder / "pytorch_model.bin")
         return model
     for part in range(parts):
         names = list(weights)[part::parts]

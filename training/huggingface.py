@@ -151,7 +151,7 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
     room = {name: torch.empty_like(w, device="cpu") for name, w in model.state_dict().items()}
     model.load_state_dict(room, assign=True)
     for name, weight in named_weights(model).items():
-        weight.copy_(weights[name])
+        weight.copy_(weights[name].detach())  # somebody pickles parameters
         if not weight.isfinite().all():
             raise UserError(f"{folder}: {name} has numbers that are not finite: download it again")
     if head is not None and not torch.equal(head, weights["model.embed_tokens.weight"]):
