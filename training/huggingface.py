@@ -33,30 +33,33 @@ SIZES = {
 }
 # Settings of config.json that may be missing, as transformers reads it.
 OPTIONAL = {
-    "model_type": "llama",
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
-    "rope_scaling": {},
-    "rope_parameters": {},
 }
-# And what the others must be, by the kind of model.
+# And what others must be, if they are there.
 REQUIRED = {
-    "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
-    "qwen2": {"hidden_act": "silu", "use_sliding_window": False},
-    "qwen3": {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False},
-    "embformer": {
-        "hidden_act": "silu",
-        "tie_word_embeddings": True,
-        "use_channel_shift": True,
-        "use_sliding_window": False,
-    },
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "use_sliding_window": False,
+    "is_causal": True,
+    "per_layer_config": None,
+    "transformers_weights": None,  # a file of another name
+    "quantization_config": None,
+}
+# Or, by the kind of model.
+KINDS = {
+    "llama": {"auto_map": None},  # code in the folder
+    "qwen2": {"auto_map": None},
+    "qwen3": {"auto_map": None},
+    "embformer": {"tie_word_embeddings": True, "use_channel_shift": True},
 }
 ATTENTION = {"llama": "full", "qwen2": "qkvbias", "qwen3": "qknorm"}  # of dense models
 # The types of all that may be there.
 OF_TYPES = dict(
-    rope_scaling=dict,
-    rope_parameters=dict,
+    rope_scaling=dict | None,
+    rope_parameters=dict | None,
     bos_token_id=int | None,
     eos_token_id=int | list[int] | None,
     rms_norm_eps=float,
@@ -186,10 +189,12 @@ def read_config(path: Path) -> dict:
         record = {**OPTIONAL, **given}
         record.setdefault("num_key_value_heads", record.get("num_attention_heads"))
         require_fields(record, **OF_TYPES)
-    if "model_type" not in given:
-        require(path, record, "architectures", ["LlamaForCausalLM"])
-    if "quantization_config" in given:
-        raise UserError(f"{path}: quantization_config: quantized models are not read")
+    kind = record.get("model_type")
+    if kind not in [*KINDS]:
+        known = " or ".join(KINDS)
+        raise UserError(f"{path}: model_type {kind!s:.40} is not supported, only {known}")
+    for name, value in {**REQUIRED, **KINDS[kind]}.items():
+        require(path, record, name, value)
     return record
 
 
@@ -219,11 +224,6 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
     """The shape that config.json describes. UserError: it is not that of a decoder here, or larger
     than the weights are. Damage: a size is missing, or no number."""
     kind = record["model_type"]
-    if kind not in [*REQUIRED]:
-        known = " or ".join(REQUIRED)
-        raise UserError(f"{path}: model_type {kind!s:.40} is not supported, only {known}")
-    for name, value in REQUIRED[kind].items():
-        require(path, record, name, value)
     sizes = dict(SIZES)
     if kind == "embformer":
         del sizes["d_ff"]
@@ -236,6 +236,7 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
     for name in sizes.values():
         if record[name] > most.get(name, largest):
             raise UserError(f"{path}: {name} {record[name]} is more than its weights have")
+    require(path, record, "layer_types", ["full_attention"] * record["num_hidden_layers"])
     theta, scaling = rotations(path, record)
     try:
         return ModelConfig(
@@ -254,7 +255,8 @@ def their_config(path: Path, record: dict, weights: dict[str, Tensor]) -> ModelC
 def rotations(path: Path, record: dict) -> tuple[float, list[float] | None]:
     """The base of the rotations of config.json, and how they are slowed down, if they are, as Llama
     3.1's (model.rotary). UserError: in another way. Damage: by no number."""
-    rope = {**record["rope_parameters"], **record["rope_scaling"]}
+    rope = record.get("rope_scaling") or record.get("rope_parameters") or {}
+    require(path, record, "rope_parameters", rope)  # the same, if it is said twice
     for name, value in rope.items():
         if isinstance(value, dict):
             raise UserError(f"{path}: rotations of {name} alone are not supported")
@@ -262,11 +264,10 @@ def rotations(path: Path, record: dict) -> tuple[float, list[float] | None]:
     require(path, rope, "rope_theta", theta)
     for settings in (record, rope):
         require(path, settings, "partial_rotary_factor", 1)
-    kind = "llama3" if "low_freq_factor" in rope else "default"
-    for name in ("rope_type", "type"):
-        require(path, rope, name, kind)
-    for name, value in rope.items():  # the same, if it is said twice
-        require(path, record["rope_parameters"], name, value)
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind not in ["default", "llama3"]:
+        raise UserError(f"{path}: rope_type {kind!s:.40} is not supported, only default or llama3")
+    require(path, rope, "type", kind)
     if kind == "default":
         require(path, rope, "factor", 1)
         return theta, None
@@ -274,6 +275,7 @@ def rotations(path: Path, record: dict) -> tuple[float, list[float] | None]:
     factor, low, high, context = scaling = [rope[name] for name in LLAMA3_ROPE]
     if not (1 <= factor < 1e9 and 0 < low < high < 1e9 and 1 <= context < 1e9):
         raise Damage(f"rope_scaling {rope}")
+    require(path, record, "original_max_position_embeddings", context)
     return theta, scaling
 
 
