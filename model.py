@@ -51,7 +51,11 @@ class ModelConfig:
         None, "key-value heads; fewer: grouped queries", shown="n_head", must="at least 1"
     )
     d_ff: int | None = flag(
-        None, "hidden units of an FFN", shown="8/3 n_embd, rounded up to 64s", must="at least 1"
+        None,
+        "hidden units of an FFN",
+        shown="8/3 n_embd, rounded up to 64s",
+        must="at least 1",
+        of=lambda ffn: ffn != "embformer",
     )
     ffn: str = flag("stem", "kind of layers: dense, stem, embformer")  # train.py adds relatives
     stem_layers: str = flag(
@@ -80,7 +84,9 @@ class ModelConfig:
         shown="1 / sqrt(n_embd), embformer 0.02",
         must="a positive number",
     )
-    table_std: float = flag(0.02, "std of new table rows", must="0 or more")
+    table_std: float = flag(
+        0.02, "std of new table rows", must="0 or more", of=lambda ffn: ffn != "dense"
+    )
 
     def __post_init__(self) -> None:
         check_ranges(self)
@@ -279,7 +285,8 @@ class Cache:
         self.cos_sin = cos_sin  # [2, room, head_dim]
         self.room = cos_sin.shape[1]
         # Tokens so far. Set it to 0 to start over. A lower number takes the last tokens back: an
-        # error unless attention is full, as other kinds may have overwritten what they kept.
+        # error unless attention is full, as other kinds may have overwritten what they kept, or
+        # nothing is kept but ids.
         self.length = 0
         self.ids: Tensor | None = None  # [B, length], table_ids of the text so far
 
@@ -487,10 +494,13 @@ class Decoder(nn.Module):
         super().__init__()
         # Class and config may be of different kinds, as in Decoder(ModelConfig(ffn="moe")).
         relative = type(self).__module__.partition("relatives.")[2]  # its file, "moe", else ""
-        if relative not in ("", config.ffn) or not isinstance(self, decoder_class(config.ffn)):
+        is_kind = isinstance(self, decoder_class(config.ffn))
+        fits = is_kind and isinstance(config, self.config_class)
+        if relative not in ("", config.ffn) or not fits:
             kind = relative or config.ffn
             made = f"Decoder = decoder_class({kind!r}); Decoder(Decoder.config_class(ffn={kind!r}))"
-            raise UserError(f"--ffn {config.ffn} is not of this decoder: {made}")
+            given = f"{type(config).__name__}(ffn={config.ffn!r})"
+            raise UserError(f"{given} is not of this decoder: {made}")
         self.config = config
         if config.tie_head:
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -641,8 +651,8 @@ class Decoder(nn.Module):
         caches: list[LayerCache | None],
         start: int | Tensor,
     ) -> Tensor:
-        """x [B, T, n_embd] after all layers and the last norm. masks: by kind of attention; caches
-        and rows: of each layer."""
+        """x [B, T, n_embd] after all layers and the last norm. masks: by kind of attention; caches:
+        of each layer; rows: of each layer with a table."""
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
@@ -765,7 +775,7 @@ class Decoder(nn.Module):
         top_k: int | None = None,
         top_p: float | None = None,
     ) -> Iterator[Tensor]:
-        """Yield new tokens [B], one step at a time.
+        """Yield new tokens [B] on the CPU, one step at a time.
 
         Args:
             ids: prompts [B, T], of one length: padding would be read as text. Of long ones, the

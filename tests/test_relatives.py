@@ -245,7 +245,11 @@ class Decoder(model.Decoder):
 
 def test_a_config_of_another_kind_is_refused():
     moe = decoder_class("moe")
-    for made in (lambda: Decoder(ModelConfig(ffn="moe")), lambda: moe(moe.config_class())):
+    for made in (
+        lambda: Decoder(ModelConfig(ffn="moe")),
+        lambda: moe(moe.config_class()),
+        lambda: moe(ModelConfig(ffn="moe")),  # which has no n_expert
+    ):
         with user_error(r"config_class\(ffn='moe'\)"):
             made()
     for wrong in ("Dense", "sterm"):

@@ -389,6 +389,8 @@ def test_documents_are_masked_at_their_boundaries():
         ("--offload disk --table_optimizer adamw", "--table_optimizer adamw"),
         ("--table_rate 0 --table_optimizer adamw", "--table_rate 1"),
         ("--preset embformer-104m --stem_layers all", "with --ffn embformer: --stem_layers"),
+        ("--ffn embformer --d_ff 64", "with --ffn embformer: --d_ff 64"),
+        ("--ffn dense --table_std 1", "with --ffn dense: --table_std 1"),
         (  # an abbreviation
             "--max_iter 3",
             "unrecognized with --ffn stem: --max_iter 3; did you mean --max_iters?",
