@@ -52,7 +52,7 @@ class RowQKV(nn.Module):
 def mix(n_head: int, head_dim: int) -> Tensor:
     """The parameter-free mixing of channels [n_embd] as an index: seen as [n_head, head_dim],
     output [i, j] takes input [(i + j) mod n_head, j], so that each head's output draws on every
-    head's input."""
+    head's input, if a head has as many channels as there are heads."""
     i = torch.arange(n_head, device="cpu")[:, None]
     j = torch.arange(head_dim, device="cpu")
     head = (i + j) % n_head  # [n_head, head_dim]
