@@ -53,6 +53,7 @@ class TransferRing:
         self.stream = stream
         self.storage = storage
         self.chunk_bytes = chunk_bytes
+        assert n_buffer > 1, f"n_buffer={n_buffer}: while one is stored, another is filled"
         memory = torch.empty(n_buffer, chunk_bytes, dtype=torch.uint8, pin_memory=True)
         buffers = [(part, torch.cuda.Event(blocking=True)) for part in memory]
         self.next_buffer = cycle(buffers)

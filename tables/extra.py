@@ -31,6 +31,7 @@ class ExtraRows(Tables):
         self.which[self.ids] = torch.arange(len(self.ids))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
+        self.check_range(ids)  # -1 would be the last id
         which = self.which.to(ids.device)[ids]  # [B, T]
         is_extra = which >= 0
         places = is_extra.nonzero(as_tuple=True)  # [n] each

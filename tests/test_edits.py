@@ -14,6 +14,7 @@ from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
 from stem import substitute
 from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
+from tables.tables import ResidentTables
 from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
@@ -263,6 +264,13 @@ def test_an_earlier_fact_that_asks_for_the_same_gets_no_other_answer(
     said = score_answers(model, [long, asked], [yes, answer]).greedy.tolist()
     assert said == known
     assert ("corrects an earlier fact" in capsys.readouterr().out) == (later == "F")
+
+
+def test_ids_out_of_range_read_no_extra_rows():
+    tables = with_rows(ResidentTables(1, 9, 2), {8: torch.ones(1, 2)})
+    for bad in (-1, 9):
+        with pytest.raises(IndexError, match="there are 9 rows"):
+            list(tables.lookup(torch.tensor([[bad]])))
 
 
 def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding):

@@ -365,6 +365,12 @@ def test_rows_of_an_earlier_micro_batch_may_be_announced_after_an_evaluation(pin
     assert torch.equal(*stored)
 
 
+def test_a_ring_has_two_buffers_or_more():
+    """With one, a chunk that is written back would be replaced by the next before it is stored."""
+    with SimulatedGpu(False) as gpu, pytest.raises(AssertionError, match="n_buffer=1"):
+        OffloadedTables(RamStorage(ROWS, torch.float32), gpu.device, 1)
+
+
 def test_a_step_without_tokens_changes_nothing(gpu):
     tables = offloaded(gpu)
     before = torch.stack(list(tables.weight))
