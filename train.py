@@ -203,7 +203,8 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
     # (8 sequences, 4 at a time: 2 micro-batches; 3 ranks would need 6, which do not divide 8)
     n_part = math.lcm(settings.batch_size // settings.device_batch_size, ranks.size)
     if settings.batch_size % n_part:
-        raise UserError(f"with {ranks.size} processes, --batch_size must be a multiple of {n_part}")
+        sizes = f"--batch_size {settings.batch_size} must be a multiple of {n_part}"
+        raise UserError(f"with {ranks.size} processes, {sizes}")
     if ranks.size > 1 and settings.table_optimizer == "adamw":
         raise UserError("--table_optimizer adamw: in one process only")
 

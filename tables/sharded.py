@@ -77,7 +77,7 @@ def columns_per_rank(width: int) -> int:
     """W/P. UserError: P does not divide W."""
     n_rank = dist.get_world_size()
     if width % n_rank:
-        sizes = f"{n_rank} processes do not divide rows of {width} numbers"
+        sizes = f"{n_rank} processes in all must divide the width of rows, {width}"
         raise UserError(f"--nproc_per_node: {sizes}")
     return width // n_rank
 

@@ -103,7 +103,8 @@ class DiskStorage(TableStorage):
             access = {"flags": mmap.MAP_PRIVATE | 0x4000}
         else:
             access = {"access": mmap.ACCESS_COPY}
-        with reading(path, "put it beside ckpt.pt"):
+        whole = self.folder.parent.name  # ckpt.pt.tables
+        with reading(path, f"copy the whole folder {whole} again, beside the checkpoint"):
             file = open(path, "r+b" if self.writable else "rb")  # noqa: SIM115
             found = os.fstat(file.fileno()).st_size
             if found != expected:
@@ -184,7 +185,7 @@ def check_room(n_byte: int, folder: Path | None = None) -> None:
     if n_byte > free:
         place, fix = "RAM", "use --offload disk"
         if folder:
-            place, fix = "disk", "make room there, or choose another --out_dir"
+            place, fix = "disk", "make room there, or choose another folder"
         sizes = f"{n_byte / 2**20:,.1f} MiB of {place}, but {free / 2**20:,.1f} MiB is free"
         raise UserError(f"the tables need {sizes}: {fix}")
 

@@ -71,8 +71,8 @@ class Tables(nn.Module):
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
         """Draw rows from Normal(0, std), in parts, as a second table may not fit. As parts are
-        multiples of 16 numbers, PyTorch draws the same as in one go (but for a last part of less
-        than 16)."""
+        multiples of 16 numbers, a CPU draws the same as in one go (but for a last part of less than
+        16)."""
         for weight in self.weight:
             for part in weight.split(1 << 16):
                 part.copy_(self.draw(len(part), std, part.device))

@@ -164,7 +164,7 @@ class Decoder(model.Decoder):
 @pytest.mark.parametrize(
     ("n", "more", "said"),
     [
-        (3, {}, "process"),
+        (3, {}, "--batch_size 4 must be a multiple"),
         (2, dict(table_optimizer="adamw"), "process"),
         (2, dict(ffn="mine"), "one process"),
     ],

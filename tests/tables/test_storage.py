@@ -70,7 +70,7 @@ def test_a_file_of_another_size_or_none_is_noticed(tmp_path):
     with user_error("live/state is damaged"):
         reopened(storage.folder)
     path.unlink()
-    with user_error(r"no .*live/state: put it beside ckpt.pt"):
+    with user_error(r"no .*live/state: copy the whole folder"):
         reopened(storage.folder)
 
 

@@ -93,7 +93,7 @@ def test_room_is_checked_before_training_replaces_a_run(out, data, tmp_path, mon
         assert "--offload disk" in refused(*args, kind)
     usage = shutil.disk_usage(tmp_path)._replace(free=100)
     monkeypatch.setattr(storages.shutil, "disk_usage", lambda path: usage)
-    assert "another --out_dir" in refused(*args, "disk")
+    assert "another folder" in refused(*args, "disk")
     assert contents(out) == before
 
 
