@@ -88,7 +88,8 @@ def run(main: Callable[[], None]) -> None:
         if not by_type and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
         sys.exit(
-            "error: out of memory: lower --device_batch_size or the model's sizes, or try --offload"
+            "error: out of memory: lower --device_batch_size (convert.py: --batch_size, sample.py: "
+            "--num_samples) or the model's sizes, or try --offload"
         )
 
 
@@ -106,6 +107,7 @@ def command_line(script: str, *words: object) -> str:
 # What the value of a flag must be, in words and as a test, which NaN and infinity never pass.
 RANGES: dict[str, Callable[[Any], bool]] = {
     "at least 1": lambda value: value >= 1,
+    "at least 259": lambda value: value >= 259,
     "from 1 to 10,000": lambda value: 1 <= value <= 10_000,
     "a positive number": lambda value: 0 < value < math.inf,
     "0 or more": lambda value: 0 <= value < math.inf,

@@ -186,7 +186,7 @@ def read_facts(
 ) -> dict[str, tuple[Edit, Located]]:
     """The edits in the file of --facts and what they are about, by FILE:LINE. UserError: a line is
     none, or cannot be done, or there is no line."""
-    with reading(edit.facts, LINE):
+    with reading(edit.facts, f"--facts names a file: {LINE}"):
         lines = edit.facts.read_bytes().splitlines()
     edits = {}
     for number, line in enumerate(lines, 1):

@@ -17,7 +17,7 @@ from training.settings import STAGES
 
 
 def decoding_dtype_flag() -> str:
-    about = "dtype of weights and cache; auto: bfloat16 on GPUs that support it"
+    about = "dtype of the backbone and cache; auto: bfloat16 on GPUs that support it"
     return flag("auto", about, choices=("auto", "float32", "bfloat16"))
 
 
