@@ -86,7 +86,7 @@ class Preparation:
     vocab_size: int | None = flag(
         None,
         "maximum vocabulary size, at least 259: single bytes",
-        must="at least 1",
+        must="at least 259",
         shown="6400, for countries 4096",
     )
     columns: str | None = flag(
@@ -277,7 +277,7 @@ def main() -> None:
         kind, _ = CORPORA[settings.dataset]
         for name in ("val_fraction", "hold_out_files", "columns"):
             if getattr(settings, name) != getattr(Preparation, name):
-                raise UserError(f"--{name} is for files: generated text has its own share")
+                raise UserError(f"--{name} is for files: leave it out for generated text")
     else:
         kind = DATASETS[settings.dataset][0].kind
     encoding = ready_tokenizer(settings.tokenizer, kind)

@@ -33,7 +33,7 @@ Document = str | Messages | tuple[Messages, Messages]  # chosen and rejected
 BAD = {
     "not UTF-8: convert it to UTF-8": "[\ud800-\udfff]",
     "it has NUL characters: if it is UTF-16, convert it to UTF-8": "\0",
-    "more than 100,000 blanks in a row": r"(?<!\s)\s{100000}",
+    "100,000 blanks or more in a row": r"(?<!\s)\s{100000}",
 }
 MAX_BAD = 0.01  # a larger share of bad documents, and files are not what they were taken for
 
