@@ -403,7 +403,7 @@ def test_documents_are_masked_at_their_boundaries():
         ("--eval_only --out_dir {dense} --data_dir {other}", "{other}"),
         ("--init_from {dense}/ckpt.pt --ffn stem", "--ffn"),
         ("--stage sft", "--init_from"),
-        ("--stage sft --init_from {stem}/ckpt.pt", "holds text, this stage reads chat"),
+        ("--stage sft --init_from {stem}/ckpt.pt", "holds text, this --stage reads chat"),
         ("--stage midtrain --init_from {stem}/ckpt.pt --n_embd 64", "--n_embd"),
         ("--stage midtrain --init_from {stem}/ckpt.pt --data_dir {other}", "{other}"),
         ("--stage context --init_from {stem}/ckpt.pt --block_size 32", "--block_size"),

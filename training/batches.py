@@ -51,7 +51,8 @@ class Data:
         self.val: dict[str, Source] = {}
         for folder, meta in zip(folders, self.metas, strict=True):
             if reads not in ("text", meta["kind"]):
-                raise UserError(f"{folder} holds {meta['kind']}, this stage reads {reads}")
+                holds = f"--data_dir {folder} holds {meta['kind']}, this --stage reads {reads}"
+                raise UserError(f"{holds}: change one of them")
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
             if total:
                 train.append(self.open(folder, "train", meta, reads, block_size, seed))

@@ -219,8 +219,8 @@ def checkpoint_of(path: str | Path) -> Path:
     if best_step >= evaluated:
         return last
     print(
-        f"reading {best}, of step {best_step}, validation loss {loss:.3f}: that of {last}, of step "
-        f"{step}, is higher",
+        f"reading {best}, of step {best_step}, validation loss {loss:.3f}: at step {evaluated} it "
+        f"was higher; name {last} to read that",
         file=sys.stderr,
     )
     return best
