@@ -57,10 +57,10 @@ def fact_questions(
     return asked
 
 
-def quick_recall(model: Decoder, encoding: tiktoken.Encoding, n: int = 64) -> dict[str, float]:
-    """Of n held-out questions for capitals, always the same, `recall`, the share that greedy
+def quick_recall(model: Decoder, encoding: tiktoken.Encoding) -> dict[str, float]:
+    """Of 64 held-out questions for capitals, always the same, `recall`, the share that greedy
     decoding answers in full, and `answer_nats`, the mean of -log p of the right answers."""
-    asked = random.Random(0).sample(fact_questions(encoding, countries.table(), ["capital"]), n)
+    asked = random.Random(0).sample(fact_questions(encoding, countries.table(), ["capital"]), 64)
     prompts, answers = zip(*asked, strict=True)
     scores = score_answers(model, prompts, answers)
     return {
