@@ -43,6 +43,10 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
+# Bars of one process need no lock that processes share. Where those do not fork, as since Python
+# 3.14, it costs another process, which warns of it after a command that ends without cleaning up.
+tqdm.set_lock(threading.RLock())
+
 
 class UserError(Exception):
     """Something the user can fix: the message names the file or flag, the value, the fix.

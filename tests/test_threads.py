@@ -1,12 +1,15 @@
-"""Threads and random streams: what they may change, and what not."""
+"""Threads, locks and random streams: what they may change, and what not."""
 
+import io
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
 from conftest import ROOT, assert_same_run, small_run
+from tqdm import tqdm
 
 
 @pytest.mark.parametrize(
@@ -50,3 +53,9 @@ def test_threads_change_no_digit(data, tmp_path):
         finally:
             torch.set_num_threads(1)
     assert_same_run(*runs)
+
+
+def test_a_bar_takes_no_lock_that_processes_share():
+    """It starts a process where those do not fork, which warns if ours ends without cleaning up."""
+    with tqdm(range(1), file=io.StringIO()) as bar:
+        assert type(bar.get_lock()) is type(threading.RLock())
