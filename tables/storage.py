@@ -197,9 +197,10 @@ def free_ram() -> float:
     if meminfo.exists():
         free = 1024 * int(re.search(r"MemAvailable: +(\d+)", meminfo.read_text())[1])
     # A container may be limited to less (cgroup v2). Of what it uses, only anonymous memory counts:
-    # the system drops cached files when programs need the room.
+    # the system drops cached files when programs need the room. `RamStorage` has the shared kind.
     limit = Path("/sys/fs/cgroup/memory.max")
     if limit.exists() and limit.read_text().strip() != "max":
-        used = re.search(r"^anon (\d+)", limit.with_name("memory.stat").read_text(), re.MULTILINE)
-        free = min(free, int(limit.read_text()) - int(used[1]))
+        stat = limit.with_name("memory.stat").read_text()
+        used = re.findall(r"^(?:anon|shmem) (\d+)", stat, re.MULTILINE)
+        free = min(free, int(limit.read_text()) - sum(map(int, used)))
     return free
