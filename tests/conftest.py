@@ -40,6 +40,12 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 CPU = torch.device("cpu")
+# For a GPU that it has seen, PyTorch starts threads with the first backward pass. After that, forks
+# of this process can make none.
+needs_forks = pytest.mark.skipif(
+    not hasattr(os, "fork") or torch.cuda.is_available(),
+    reason="needs forks, and that PyTorch sees no GPU: set CUDA_VISIBLE_DEVICES=",
+)
 SHAPE = dict(n_layer=2, n_head=2, n_embd=32, block_size=32)
 INHERITED = dict.fromkeys(SHAPE)  # the shape comes from --init_from
 RUN = dict(

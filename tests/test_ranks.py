@@ -15,6 +15,7 @@ from conftest import (
     PowerCut,
     checkpoint,
     cut_in_step,
+    needs_forks,
     shorten,
     user_error,
 )
@@ -111,6 +112,7 @@ def assert_same_training(a: Path, b: Path) -> None:
         assert_close(one[part], other[part])
 
 
+@needs_forks
 def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, add_relative):
     """... that accumulates the same two micro-batches: kinds, places, a stage, and resuming with
     another number of processes. Only norms are sums in another order, so nothing is clipped.

@@ -26,6 +26,7 @@ from conftest import (
     contents,
     flip,
     interrupted,
+    needs_forks,
     refused,
     resume,
     small_run,
@@ -596,7 +597,7 @@ def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
     assert "meta.json is damaged" in refused("lab/tour.py --quick")
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs forks")
+@needs_forks
 def test_a_short_soak_breaks_no_promise():
     # A run goes on while others come, and an edit is killed.
     command("tests/soak.py --n 1 --seed 185")
