@@ -12,6 +12,7 @@ from training.settings import Settings
 
 
 def test_the_scale_follows_that_of_pytorch(monkeypatch):
+    """Also in a run that resumes after each step."""
     monkeypatch.setattr(LossScaler, "CLEAN_STEPS_TO_GROW", 5)
     theirs = torch.amp.GradScaler("cpu", growth_interval=5)
     mine = LossScaler(enabled=True)
@@ -27,6 +28,9 @@ def test_the_scale_follows_that_of_pytorch(monkeypatch):
         theirs.step(sgd)
         theirs.update()
         mine.update(finite)
+        saved = mine.state_dict()
+        mine = LossScaler(enabled=True)
+        mine.load_state_dict(saved)
         assert mine.factor == theirs.get_scale()
 
 
