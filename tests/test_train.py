@@ -43,9 +43,11 @@ from torch.testing import assert_close
 import train
 from common import UserError
 from model import Decoder, ModelConfig
+from text import bpe
 from text.dataset import read_meta
+from text.writer import write_dataset
 from training.batches import Data
-from training.checkpoints import load_model, save_checkpoint
+from training.checkpoints import checkpoint_of, load_model, save_checkpoint
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import Meter, read_run
@@ -130,6 +132,7 @@ def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(data, tmp_p
     resume(tmp_path)  # has nothing to do
     resume(tmp_path, max_iters=13)
     stopped(16, signal.SIGINT, resume, tmp_path, max_iters=20)
+    assert checkpoint_of(tmp_path) == tmp_path / "ckpt.pt"  # of step 16, which was not evaluated
     resume(tmp_path, max_iters=16)  # where it was stopped
     evals = [(record["step"], record["val_loss"]) for record in read_run(tmp_path)["eval"]]
     assert evals == [(0, 9.0), (6, 6.0), (12, 7.0), (13, 5.0), (16, 4.0)]
@@ -472,13 +475,19 @@ def test_figures_are_shown_in_words_but_for_folders():
 
 
 def test_eval_only_reads_as_much_whatever_the_run_read_and_shorter_windows(data, tmp_path):
-    out = small_run(data, tmp_path, ffn="dense", max_iters=1, eval_tokens=64)
-    model, _, _ = load_model(out / "ckpt.pt", CPU)
+    more = dict(ffn="dense", max_iters=1, eval_tokens=64, doc_mask=True)
+    out = small_run(data, tmp_path / "out", **more)
+    model, encoding, _ = load_model(out / "ckpt.pt", CPU)
     text = Data(str(data), "text", 8, seed=0, total=0).val[str(data)]
-    _, loss = model(*text.sequences(range(text.n_sequence)))
+    ids, targets = text.sequences(range(text.n_sequence))
+    _, loss = model(ids, targets, documents=(ids == encoding.eot_token).cumsum(1))
     line = f"train.py --eval_only --out_dir {out} --block_size"
     assert f"val loss {loss.item():.5g}," in command(line, 8).stdout
     assert "reads 32 tokens at most" in refused(line, 33)
+    other = tmp_path / "other"
+    documents = [("train", "Anna"), ("val", "Anna sees Anna.")]
+    write_dataset(other, documents, bpe.train(["Anna"] * 9, 260), "text", corpus="files")
+    assert "a different tokenizer" in refused(line, 2, "--data_dir", other)
 
 
 def test_the_code_of_the_pages_runs(data, tmp_path, add_relative):
