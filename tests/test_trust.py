@@ -197,9 +197,11 @@ def test_the_removal_of_a_run_may_be_cut_off(on_disk, data, tmp_path, monkeypatc
 
 
 def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path):
-    out = interrupted(data, tmp_path / "killed", 9, offload="disk")
+    out = interrupted(data, tmp_path / "killed", 9, offload="disk", eval_interval=4)
     live = folders.live_tables(out)
-    for folder in (live / "0", out / "ckpt.pt.tables/0123abcd"):
+    replaced = checkpoint(out)["replaced"]  # of step 4
+    tables = tables_folder(out / "ckpt.pt")
+    for folder in (live / "0", tables / "0123abcd", tables / replaced):
         shutil.copytree(snapshots(on_disk)[0], folder)
     for name in ("ckpt.pt.0123abcd", "best.pt.01234567", "metrics.jsonl.01234567"):
         (out / f".{name}.tmp").write_text("half")
@@ -380,7 +382,8 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, tmp_path, place):
         name = name.format(root=tmp_path, id=rows.name)
         forged = copy.deepcopy(saved)
         if place == "crc32":
-            forged["tables"]["crc32"][name] = 1
+            crc32 = forged["tables"]["crc32"]
+            crc32[name] = crc32["rows"]
         elif place == "replaced":
             forged["replaced"] = name
         else:
