@@ -1,6 +1,8 @@
 """Tables on disk: what is written is there when reopened, damage is noticed, room is checked."""
 
 import os
+import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,19 @@ def test_pages_are_asked_for_ahead(tmp_path, monkeypatch):
     file = storage.files["rows"].fileno()
     tokens = (0, 1, 2, 5, 7, 8, 399)
     assert asked == [(file, 6144 * t, 6144, os.POSIX_FADV_WILLNEED) for t in tokens]
+
+
+@pytest.mark.skipif(not hasattr(os, "posix_fallocate"), reason="needs posix_fallocate")
+def test_new_tables_take_all_of_their_room_at_once(tmp_path, monkeypatch):
+    """A disk that fills up later would kill the process. There must be room for copies, too."""
+    n_byte = 400 * 3 * 512 * 4
+    free = shutil.disk_usage(tmp_path)._replace(free=3 * n_byte)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free)
+    create = partial(DiskStorage.create, shape=(400, 3, 512), dtype=torch.float32)
+    storage = create(tmp_path / "three", copies=3)
+    assert (storage.folder / "rows").stat().st_blocks * 512 >= n_byte
+    with user_error("disk"):
+        create(tmp_path / "four", copies=4)
 
 
 def test_sparse_tables_take_no_room_and_may_be_larger_than_memory(tmp_path):

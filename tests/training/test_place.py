@@ -60,6 +60,8 @@ def test_a_run_resumes_to_the_bit_in_another_place(data, tmp_path, more):
     whole = small_run(data, tmp_path / "whole", **more, max_iters=3)
     cut = small_run(data, tmp_path / "cut", **more, max_iters=3, offload="disk")
     assert losses(whole) == losses(cut)
+    if "table_state" in more:  # it is beside the rows
+        assert checkpoint(cut)["optimizer"]["rows"]["tables"]["state"] is None
     for max_iters, place in ((4, "none"), (5, "disk")):
         resume(whole, max_iters=max_iters)
         resume(cut, max_iters=max_iters, offload=place)
