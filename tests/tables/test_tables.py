@@ -115,6 +115,16 @@ def test_gradients_count_only_what_was_differentiated():
     assert made.reads == []
 
 
+def test_lookups_may_be_differentiated_together():
+    """As those of two texts, whose losses are compared."""
+    made = tables()
+    parts = [list(made.lookup(part)) for part in BATCH.chunk(2)]
+    backward(torch.cat(of_table) for of_table in zip(*parts, strict=True))
+    whole = tables()
+    backward(whole.lookup(BATCH))
+    assert_close(made.gradients(), whole.gradients())
+
+
 def test_gradients_of_equal_tokens_are_summed_in_float32():
     """Of 2,048 equal tokens, where tables and layers have 16 bits."""
     made = ResidentTables(2, V, W, torch.bfloat16)
