@@ -99,7 +99,7 @@ def test_room_is_checked_before_training_replaces_a_run(out, data, tmp_path, mon
     assert contents(out) == before
 
 
-def test_a_gpu_gets_tables_through_the_ring(tmp_path):
+def test_a_gpu_gets_tables_through_the_ring(tmp_path, monkeypatch):
     with SimulatedGpu() as gpu:
         for offload, kind in (("cpu", RamStorage), ("disk", DiskStorage)):
             make = make_tables(offload, gpu.device, torch.float32, live=tmp_path / "live")
@@ -107,6 +107,9 @@ def test_a_gpu_gets_tables_through_the_ring(tmp_path):
             assert type(tables) is OffloadedTables and type(tables.storage) is kind
         sampled = make_tables("disk", gpu.device, torch.float32)(2, 10, 4)
         assert type(sampled.storage) is RamStorage
+        monkeypatch.setattr(storages, "free_ram", lambda: 2 * 10 * 4 * 4 - 1)
+        with user_error("RAM"):
+            make_tables("cpu", gpu.device, torch.float32)(2, 10, 4)
 
 
 @pytest.mark.parametrize("ffn", ["stem", "embformer"])
