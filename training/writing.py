@@ -178,7 +178,6 @@ def opening_of(
 
     Returns how many tokens of `answer` are such an opening, 3 here and 0 if the answer is "Lima.",
     and the first tokens of such openings, here "The"."""
-    first = []
     for n in range(len(answer)):
         _, follows = as_others(model, torch.tensor(prompt + answer[:n]), names, 256)
         of_all = (follows > 0.05).float().mean(0) > 0.9  # [V]: likely after nearly all names
