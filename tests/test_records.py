@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import pytest
 from conftest import interrupted, user_error
@@ -36,6 +37,20 @@ def made(folder, lines=RECORDS):
 
 def table(folders):
     return pictures.markdown([row(name, runs) for name, runs in grouped(folders).items()])
+
+
+def test_tokens_per_second_are_those_of_all_steps_since_the_last_reading(tmp_path, monkeypatch):
+    times = iter((5.0, 7.0, 10.0, 11.0))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+    log = records.Log(tmp_path / "metrics.jsonl", 0, args=ARGS, sizes=SIZES, data=[])
+    meter = records.Meter(log, check=lambda loss, step: None)
+    for tokens_of_steps in ((30, 70), (40,)):
+        for n_token in tokens_of_steps:
+            meter.start(n_token)
+            meter.end(1, train_loss=1.0, grad_norm=1.0)
+        meter.read()
+    _, *steps = records.read_metrics(tmp_path / "metrics.jsonl")
+    assert [step["tok_per_s"] for step in steps] == [50.0, 50.0, 40.0]
 
 
 LINES = [b"[" * 100_000, b"\xff", b"null", b'{"type": "x"}', b'{"type": "recall"}']

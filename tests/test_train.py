@@ -291,6 +291,7 @@ def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
     optimizer = Optimizer(model, Settings(model=model.config), "float16")
     objective = NextToken(model, "float16")
     states = []
+    scale = optimizer.scaler.factor
     for factor in (1.0, torch.inf, 1.0):
         loss = factor * objective(*tokens(2, 2, 24))
         optimizer.scaler.scale(loss).backward()
@@ -298,6 +299,7 @@ def test_a_step_whose_gradients_overflow_in_float16_changes_nothing():
         state = {**optimizer.state_dict(), "scaler": None, "model": dict(model.state_dict())}
         states.append(copy.deepcopy(state))
     assert_same(*states[:2])  # weights, rows, states of the optimizer
+    assert optimizer.scaler.factor == scale / 2
     for name in ("tables.weight.1", "blocks.0.ffn.gate.weight"):
         further = states[2]["model"][name]
         assert further.isfinite().all() and not torch.equal(further, states[1]["model"][name])

@@ -59,6 +59,7 @@ def test_gradients_of_a_scaled_loss_are_clipped_and_taken_as_those_of_the_loss(c
         optimizer.scaler.scale(model(ids, ids)[1]).backward()
         norm = optimizer.step(fraction=1.0)
         moments = [state["exp_avg"] for state in optimizer.adamw.state.values()]
+        assert all(moment.any() for moment in moments)
         rows = [of_rows.state for of_rows in optimizer.rmsprops.values()]
         states.append([norm, moments, rows])
     torch.testing.assert_close(*states, atol=0, rtol=1e-5)
