@@ -203,9 +203,12 @@ class OffloadedTables(StoredTables):
 
     def add_state(self) -> list[Tensor]:
         self.flush()  # no slot has a row without its state
-        super().add_state()
-        if isinstance(self.transfers, ZeroCopy):  # a ring moves any array
-            self.open_transfers()
+        if "state" in self.seen:  # of an earlier optimizer: the device goes on seeing this memory
+            self.storage.arrays["state"].zero_()
+        else:
+            super().add_state()
+            if isinstance(self.transfers, ZeroCopy):  # a ring moves any array
+                self.open_transfers()
         self.working_set["state"] = self.new_slots("state", len(self.token_in))
         return self.state
 

@@ -450,6 +450,18 @@ def test_rows_whose_records_never_left_the_device_are_known_to_train(gpu, capsys
     assert "not trained" not in capsys.readouterr().out
 
 
+def test_a_second_optimizer_begins_with_moments_of_its_own(gpu):
+    stored = []
+    for tables in (resident().to(gpu.device), offloaded(gpu)):
+        for number in (0, 1):
+            optimizer = RowRMSprop(tables, state="number")
+            train(tables, optimizer, batch(number))
+        tables.flush()
+        stored.append([x.detach().to("cpu", copy=True) for x in (*tables.weight, *optimizer.state)])
+    for there, mine in zip(*stored, strict=True):
+        assert torch.equal(there, mine)
+
+
 @pytest.mark.parametrize("first", [0, 1])
 def test_what_is_loaded_replaces_what_is_on_the_device(gpu, first):
     tables = offloaded(gpu)
