@@ -380,24 +380,35 @@ class Damage(Exception):
     """Raised within `reading`: why a file cannot be what it should be."""
 
 
-@contextlib.contextmanager
-def reading(path: str | Path, fix: str) -> Iterator[None]:
+class reading:
     """Wrap the reading of one file. UserError, ending with `fix`: it is missing or unreadable, or
     damaged as a `Damage` says. Whatever else is raised is a bug and keeps its traceback. So a
     reader must look for what may be missing, and raise Damage itself."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise UserError(f"no {path}: {fix}") from None
-    except OSError as error:
-        if error.errno is None:  # raised by a program, not by the system
-            raise
-        raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
-    except Damage as error:
-        if is_lfs_pointer(path):
-            fix = "git lfs install && git lfs pull"
-            raise UserError(f"{path} is only a pointer of Git LFS: fetch the file: {fix}") from None
-        raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
+
+    # A class: a generator under `contextmanager` that turns an error into another one is kept in a
+    # circle of references by some releases of Python, 3.13.5 among them, with the frames that the
+    # error passed, and so with a checkpoint that stays mapped.
+
+    def __init__(self, path: str | Path, fix: str):
+        self.path = path
+        self.fix = fix
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        path, fix = self.path, self.fix
+        if isinstance(error, FileNotFoundError):
+            raise UserError(f"no {path}: {fix}") from None
+        if isinstance(error, OSError) and error.errno is not None:  # the system raised it
+            raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
+        if isinstance(error, Damage):
+            if is_lfs_pointer(path):
+                fix = "git lfs install && git lfs pull"
+                raise UserError(
+                    f"{path} is only a pointer of Git LFS: fetch the file: {fix}"
+                ) from None
+            raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
 
 
 def is_lfs_pointer(path: str | Path) -> bool:

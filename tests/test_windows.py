@@ -73,7 +73,7 @@ def test_tables_that_trained_go_with_their_run(data, trained, tmp_path, windows)
 
 @needs_maps
 def test_tables_go_even_if_they_are_in_a_circle_of_references(tmp_path, windows):
-    """As that of an error which Python 3.12 or 3.13 raises in `reading`, and its frames."""
+    """As that of a module which knows the one it is part of."""
     with run_folder(tmp_path):
         circle = [storage.DiskStorage.create(live_tables(tmp_path), (2, 3, 4), torch.float32)]
         circle.append(circle)

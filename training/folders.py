@@ -80,8 +80,8 @@ def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -
         try:
             yield
         finally:
-            # Windows deletes no tables that are mapped. Python 3.12 and 3.13 keep an error that was
-            # raised in `reading`, the frames that it passed and so their model, until this.
+            # Windows deletes no tables that are mapped. Those of a model that is in a circle of
+            # references are mapped until this.
             if live.exists():
                 gc.collect()
             remove(live)
