@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tables import zero_copy
+from tables.storage import RamStorage
 
 
 class PTXASError(Exception):
@@ -69,3 +70,29 @@ def test_where_triton_does_not_compile_pytorch_copies(error, monkeypatch):
     monkeypatch.setattr(torch, "zeros", Mock())
     assert not unwrap(zero_copy.triton_works)(torch.device("cuda", 0))
     assert kernel[(1,)].called
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 3, 8193])  # the last in two blocks
+def test_rows_of_some_tables_are_copied_both_ways(width, dtype):
+    device = torch.device("cuda", 0)
+    storage = RamStorage((29, 3, width), dtype)
+    rows = storage.arrays["rows"].normal_()  # [V, n_table, W]
+    stored = zero_copy.seen_by_gpu(rows, device, owner=storage)
+    slots = torch.zeros(3, 21, width, dtype=dtype, device=device)
+    ids, at = torch.randperm(29)[:13], torch.randperm(21)[:13]
+    moves = torch.stack((ids, at), dim=1).to(device)
+
+    expected = slots.cpu()
+    expected[1:, at] = rows[ids, 1:].transpose(0, 1)
+    zero_copy.copy_records(stored, slots, moves, slice(1, 3), to_device=True)
+    assert torch.equal(slots.cpu(), expected)
+
+    slots.neg_()
+    expected = rows.clone()
+    expected[ids, 1:] *= -1
+    zero_copy.copy_records(stored, slots, moves, slice(1, 3), to_device=False)
+    torch.cuda.synchronize()
+    assert torch.equal(rows, expected)
