@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import regex
 import tiktoken
 from tqdm import tqdm
 
@@ -56,6 +57,21 @@ SMOLLM2_PATTERN = (
     r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++|\p{N}| ?[^\s\p{L}\p{N}\x04\x06\x13\x14\x16\x1D"""
     r"""\x{40000}-\x{BFFFF}]++|\s++$|\s+(?![^\s\p{N}])|\s"""
 )
+# What Oniguruma, by which tokenizers splits a text, and tiktoken read in the same way. They differ
+# about \w and \b, for instance, and {1,3}+ repeats there, but is possessive here.
+ONE = r"\\[pP]\{[A-Z][a-z]?\} | \\[sSdDrnt] | \\[\]\[\\^$.|?*+(){}/-]"
+SAME = regex.compile(
+    rf"""(
+        {ONE}                               # letters of a category, blanks, digits, escaped ones
+        | \[\^? ( {ONE} | (?!--) [^\]\[\\&~] )+ \]      # a set, not made of others by --, && or ~~
+        | \( (?!\?) | \(\?i: | \(\?: | \(\?! | \) | \|
+        | [?*+]
+        | \{{ \d+ (,\d*)? \}} (?![?*+])
+        | \\s\+\+\$
+        | [^\]\[\\^$.|?*+(){{}}]            # any other character
+    )*""",
+    regex.VERBOSE,
+)
 NO_TOKEN = bytes.fromhex("04 06 13 14 16 1D C0 C1 F1 F2") + bytes(range(0xF5, 0x100))
 WORDS: dict[str, list[dict]] = {
     GPT2_PATTERN: [GPT2],
@@ -64,6 +80,12 @@ WORDS: dict[str, list[dict]] = {
     # tokenizers reads a pattern, {1,3}+ would repeat: 123456 would be one word.
     CL100K_PATTERN: [split(CL100K_PATTERN.replace("{1,3}+", "{1,3}")), LETTERS],
 }
+
+
+def check_pattern(path: Path, pattern: str) -> None:
+    """UserError: a pattern may split texts otherwise in tokenizers than in tiktoken."""
+    if not SAME.fullmatch(pattern) or regex.match(pattern, ""):  # tiktoken wants no empty words
+        raise UserError(f"{path}: the pattern {pattern!r:.80} is not supported")
 
 
 def byte_letters() -> dict[int, str]:
@@ -120,6 +142,7 @@ def read_tokenizer(
     pattern = word_pattern(path, record.get("pre_tokenizer"))
 
     special_tokens = {token["content"]: token["id"] for token in record["added_tokens"]}
+    check_added_ids(path, bpe["vocab"], special_tokens)
     ranks = read_ranks(path, bpe, special_tokens, pattern)
     names = {i: name for name, i in special_tokens.items()}
     # The token that begins a text there must be called <|endoftext|> here. MiniMind's and
@@ -250,6 +273,7 @@ def word_pattern(path: Path, pre_tokenizer: Any) -> str:
             return pattern
     match steps:
         case [{"pattern": {"Regex": str(pattern)}}, _] if steps == [split(pattern), LETTERS]:
+            check_pattern(path, pattern)
             return pattern
     raise UserError(
         f"{path}: pre_tokenizer {pre_tokenizer!s:.60} is not GPT-2's, SmolLM2's, Llama 3's, or a "
@@ -294,6 +318,17 @@ def is_reached(token: bytes, pairs: dict[tuple[bytes, ...], int]) -> bool:
         at = list(pairwise(parts)).index(pair)
         parts[at : at + 2] = [b"".join(pair)]
     return True
+
+
+def check_added_ids(path: Path, vocab: dict[str, int], special_tokens: dict[str, int]) -> None:
+    """UserError: tokenizers, which gives an added token the id that it has in the vocabulary, or
+    else the next one, would not give those that the file says."""
+    n = len(vocab)
+    for name, i in special_tokens.items():
+        expected = vocab.get(name, n)
+        if i != expected:
+            raise UserError(f"{path}: the added token {name!r:.40} has the id {i}, not {expected}")
+        n = max(n, i + 1)
 
 
 def check_added(path: Path, token: dict, special_tokens: Iterable[str]) -> None:
