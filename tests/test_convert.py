@@ -562,6 +562,13 @@ def test_a_weight_that_has_no_place_in_a_llama_is_not_left_out(trained, tmp_path
         convert.write_folder(tmp_path / "llama", model, encoding)
 
 
+def test_a_pattern_that_tokenizers_reads_otherwise_is_not_exported(trained, tmp_path):
+    model, encoding, _ = load_model(trained["dense"], CPU)
+    encoding._pat_str = r"\w+|\W"
+    with user_error("the pattern"):
+        convert.write_folder(tmp_path / "llama", model, encoding)
+
+
 def test_what_was_exported_comes_back(exported):
     assert_same_model(*exported)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from common import Damage, UserError, atomic, parse_json, reading, require_fields
 from model import Decoder, ModelConfig
 from text import tokenizer
-from text.huggingface import read_tokenizer, require, write_tokenizer
+from text.huggingface import check_pattern, read_tokenizer, require, write_tokenizer
 
 # Fields of ModelConfig, and what config.json calls them.
 SIZES = {
@@ -352,6 +352,7 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
             f"--export: {n_left:,} numbers of the model have no place in a Llama or Qwen: they "
             "come from a changed model.py"
         )
+    check_pattern(folder, encoding._pat_str)
     record = {
         "architectures": [f"{kind.title()}ForCausalLM"],
         "model_type": kind,
