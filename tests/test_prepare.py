@@ -302,6 +302,14 @@ BLANKS = b" " * 10**6
         ({"messages": TALK, "chosen": "a", "rejected": "b"}, "messages must end with the question"),
         ({"messages": by_turns("a", " ")}, "an answer is empty"),
         ({"system": "A", "messages": [says("system", "A"), *TALK]}, "a system message beside"),
+        (
+            {
+                "system": "A",
+                "chosen": [says("system", "A"), *TALK],
+                "rejected": [says("system", "A"), *by_turns(TALK[0]["content"], "No.")],
+            },
+            "a system message beside",
+        ),
         (b'{"messages": [{"role": ["user"], "content": ""}]}', '.*need "role" and "content"'),
         (b'{"question": "12+34=", "answer": 46}', ".*texts need quotes: 46: its keys are question"),
         ({"messages": by_turns([{"type": "image"}])}, "content that is not text: .*image"),
@@ -403,6 +411,15 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
         (
             {"messages": [ASKED], "chosen": ANSWERED, "rejected": OTHER},
             (TOLD, [ASKED, OTHER]),
+            "",
+        ),
+        (
+            {
+                "prompt": [ASKED],
+                "chosen": [ANSWERED, ASKED, ANSWERED],
+                "rejected": [ANSWERED, ASKED, OTHER],
+            },
+            ([*TOLD, *TOLD], [*TOLD, ASKED, OTHER]),
             "",
         ),
         (

@@ -201,8 +201,7 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
     talk = take(left, SYSTEMS, "system", notes) + take_question(left, notes)
     if not is_talk:
         talk += take(left, ANSWERS, "assistant", notes)
-    if [message["role"] for message in talk[:2]] == ["system", "system"]:
-        raise ValueError("a system message beside messages that begin with one")
+    check_systems(talk)
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
     if not all(map(str.strip, answers)):
         raise ValueError('an answer is empty: "weight": 0 leaves it out')
@@ -213,10 +212,10 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
 
 
 def take_pair(left: dict, notes: Counter[str]) -> tuple[Messages, Messages]:
-    """Two conversations, or two answers to what the record asks."""
+    """Two conversations, or what two of them say after what the record asks."""
     talk = take(left, SYSTEMS, "system", notes)
     chosen, rejected = (take(left, [key], "assistant", notes) for key in ("chosen", "rejected"))
-    if len(chosen) < 2:  # the answers alone
+    if chosen[0]["role"] == "assistant":  # the answers alone, or what follows the question
         talk += take_question(left, notes)
         if talk and talk[-1]["role"] == "assistant":
             raise ValueError("messages must end with the question that chosen and rejected answer")
@@ -227,7 +226,14 @@ def take_pair(left: dict, notes: Counter[str]) -> tuple[Messages, Messages]:
     pair = talk + chosen, talk + rejected
     if any(len(both) < 2 or both[-1]["role"] != "assistant" for both in pair):
         raise ValueError("chosen and rejected must end with an answer to a question")
+    check_systems(pair[0])
     return pair
+
+
+def check_systems(talk: Messages) -> None:
+    """ValueError: a conversation begins with two system messages."""
+    if [message["role"] for message in talk[:2]] == ["system", "system"]:
+        raise ValueError("a system message beside messages that begin with one")
 
 
 def take_question(left: dict, notes: Counter[str]) -> Messages:
