@@ -242,6 +242,7 @@ def test_the_default_corpora_by_command(tmp_path, monkeypatch):
 def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
     files = {"A.TXT": b"caf\xe9 " * 100, "empty.txt": b"", "none.txt": b"", "one.txt": b"a"}
     files["blank.jsonl"], files["dna.fa"] = b'{"text": ""}', b">a\nACGT"
+    files["a.txt.zst"] = b"(\xb5/\xfd"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "file").write_text("in the way")
@@ -261,6 +262,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         ("--input empty --out_dir x", "empty: the folder has none of .txt, .md"),
         ("--input ckpt.pt --out_dir x", "ckpt.pt: it is none of .txt, .md"),
         ("--input dna.fa --out_dir x", "add .txt to its name"),
+        ("--input a.txt.zst --out_dir x", "unpack other archives"),
         (f"--input {story}", "--out_dir"),
         (f"{mine} --dataset tinystories", "--input or --dataset tinystories"),
         (f"{mine} --vocab_size 0", "--vocab_size 0 must be at least 259"),

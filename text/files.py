@@ -29,8 +29,8 @@ RECORDS = {".jsonl", ".json", *TABLES}
 PACKED = {".gz": gzip.open, ".bz2": bz2.open}
 UNPACKED = 4  # times as large as the packed file, about, is English text
 KNOWN = (
-    ".txt, .md, .jsonl, .json, .csv and .tsv files, also .gz or .bz2: to read another kind as "
-    "text, as .py, add .txt to its name"
+    ".txt, .md, .jsonl, .json, .csv and .tsv files, also .gz or .bz2: unpack other archives; to "
+    "read other plain text, such as .py, add .txt to its name"
 )
 # What most data sets of the Hugging Face Hub consist of.
 FROM_PARQUET = (
@@ -73,7 +73,7 @@ MARKS = re.compile(
 NO_NOTICES = "characters left out: Project Gutenberg's headers and licenses"
 NO_MARKS = "characters left out: Markdown's marks and front matter"
 NOWHERE = "links in folders lead nowhere"
-OTHERS = "files of other kinds in folders are left out"
+OTHERS = "files of other kinds in folders are left out: add .txt to the names of plain text"
 
 
 def kind_of_file(path: Path) -> str:
