@@ -389,7 +389,7 @@ class reading:
     # circle of references by some releases of Python, 3.13.5 among them, with the frames that the
     # error passed, and so with a checkpoint that stays mapped.
 
-    def __init__(self, path: str | Path, fix: str):
+    def __init__(self, path: str | Path, fix: str) -> None:
         self.path = path
         self.fix = fix
 

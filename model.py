@@ -494,9 +494,8 @@ class Decoder(nn.Module):
         super().__init__()
         # Class and config may be of different kinds, as in Decoder(ModelConfig(ffn="moe")).
         relative = type(self).__module__.partition("relatives.")[2]  # its file, "moe", else ""
-        is_kind = isinstance(self, decoder_class(config.ffn))
-        fits = is_kind and isinstance(config, self.config_class)
-        if relative not in ("", config.ffn) or not fits:
+        is_kind = relative in ("", config.ffn) and isinstance(self, decoder_class(config.ffn))
+        if not (is_kind and isinstance(config, self.config_class)):
             kind = relative or config.ffn
             made = f"Decoder = decoder_class({kind!r}); Decoder(Decoder.config_class(ffn={kind!r}))"
             given = f"{type(config).__name__}(ffn={config.ffn!r})"
