@@ -421,8 +421,8 @@ class SwiGLU(nn.Module):
         """x [B, T, n_embd] -> [B, T, d_ff]."""
         return F.silu(self.gate(x)) * self.up(x)
 
-    def forward(self, x: Tensor, rows: None) -> Tensor:
-        """x [B, T, n_embd] -> [B, T, n_embd]."""
+    def forward(self, x: Tensor, rows: Tensor | None) -> Tensor:
+        """x [B, T, n_embd] -> [B, T, n_embd]. It reads no rows."""
         return self.down(self.hidden(x))
 
 

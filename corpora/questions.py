@@ -24,9 +24,9 @@ class Scores(NamedTuple):
 @torch.inference_mode()
 def score_answers(
     model: Decoder,
-    prompts: Sequence[list[int]],
-    answers: Sequence[list[int]],
-    table_prompts: Sequence[list[int]] | None = None,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+    table_prompts: Sequence[Sequence[int]] | None = None,
     temperature: float = 1.0,
     barred: int | None = None,
 ) -> Scores:
@@ -79,7 +79,7 @@ def of_chat(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> tuple[list
 
 
 def with_answers(
-    prompts: Sequence[list[int]], answers: Sequence[list[int]]
+    prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
 ) -> tuple[Tensor, Tensor]:
     """Prompts with their answers, and what each position predicts, a token of the answer or nothing
     (-1): [N, T] each."""
@@ -90,7 +90,7 @@ def with_answers(
 
 
 def pad_together(
-    first: Sequence[list[int]], second: Sequence[list[int]], filler: int = 0
+    first: Sequence[Sequence[int]], second: Sequence[Sequence[int]], filler: int = 0
 ) -> Tensor:
     """Join the rows of first and second, padded on the right: [N, T]."""
     rows = [torch.tensor([*a, *b]) for a, b in zip(first, second, strict=True)]

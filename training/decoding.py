@@ -3,6 +3,7 @@
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
@@ -16,7 +17,7 @@ from training.checkpoints import load_model
 from training.settings import STAGES
 
 
-def decoding_dtype_flag() -> str:
+def decoding_dtype_flag() -> Any:
     about = "dtype of the backbone and cache; auto: bfloat16 on GPUs that support it"
     return flag("auto", about, choices=("auto", "float32", "bfloat16"))
 

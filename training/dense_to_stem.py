@@ -23,7 +23,7 @@ import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from tqdm import tqdm
 
 from common import UserError, writing
@@ -125,7 +125,7 @@ class Fit:
         return torch.where(self.bb > 0, self.bp / self.bb, mean)
 
 
-def fill_tables(model: Decoder, up: dict[int, nn.Parameter], ids: Tensor, size: int) -> None:
+def fill_tables(model: Decoder, up: dict[int, Tensor], ids: Tensor, size: int) -> None:
     """Fill the tables of a STEM model in place of up-projections [d_ff, n_embd] by layer, the
     lowest first, from windows ids [N, T], `size` in a forward pass."""
     stream = Stream(model, ids, size)

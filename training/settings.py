@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from common import Parser, UserError, add_flags, check_ranges, flag, make_parser
 from model import ModelConfig, decoder_class, relatives
@@ -68,11 +69,11 @@ RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "deterministi
 EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens", "block_size")
 
 
-def device_flag() -> str:
+def device_flag() -> Any:
     return flag("auto", "auto (cuda if available, else cpu), cuda, cuda:1, cpu, mps")
 
 
-def offload_flag() -> str:
+def offload_flag() -> Any:
     about = "where to keep tables: none: on the device, cpu: in RAM, disk: in files"
     return flag("none", about, choices=("none", "cpu", "disk"))
 
