@@ -175,7 +175,7 @@ def brief(monkeypatch):
     write_briefly(monkeypatch, 4)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def bench(tmp_path_factory) -> Bench:
     """A random model, a tokenizer in which some names are tokens, and a text about all."""
     folder = tmp_path_factory.mktemp("bench")
