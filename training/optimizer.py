@@ -90,6 +90,7 @@ class Optimizer:
         # Tables, and an embedding that is not the head, are trained row by row, by RowRMSprop. With
         # --table_optimizer adamw, they become ordinary parameters, of which AdamW trains all rows.
         self.rmsprops: dict[str, RowRMSprop] = {}
+        rows = set()
         for name, tables in sorted(model.all_tables.items()):
             if len(tables.weight) and not tables.frozen:
                 whole = settings.table_optimizer == "adamw"
@@ -99,6 +100,7 @@ class Optimizer:
                     self.rmsprops[name] = RowRMSprop(
                         tables, settings.beta2, state=settings.table_state, seed=settings.seed
                     )
+            rows.update(weight for weight in tables.parameters() if not weight.requires_grad)
 
         # Weight decay is for matrices, but not for rows that are looked up: those of tables and of
         # embeddings (the tied one, pkm's values), which it would shrink when they are not read.
@@ -108,7 +110,9 @@ class Optimizer:
                 looked_up.update(module.parameters())
         linear, other = [], []
         for parameter in model.parameters():
-            if not parameter.requires_grad:
+            # Those that are frozen are there, too: they may be released later. AdamW leaves alone
+            # what has no gradient, and takes no integers.
+            if parameter in rows or not parameter.is_floating_point():
                 continue
             if parameter.dim() == 2 and parameter not in looked_up:
                 linear.append(parameter)

@@ -70,3 +70,24 @@ def test_a_compiled_model_has_the_tables_of_the_model_in_it():
     model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
     optimizer = Optimizer(torch.compile(model), Settings(model=model.config))
     assert [*optimizer.rmsprops] == ["tables", "wte"]
+
+
+def test_what_is_released_after_the_optimizer_was_made_is_trained():
+    """Also by an optimizer that takes over its moments, each for its own parameter."""
+    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+    model.blocks[1].scales = nn.Parameter(torch.ones(8, dtype=torch.int8), requires_grad=False)
+    model.blocks[0].requires_grad_(False)
+    optimizer = Optimizer(model, Settings(model=model.config))
+    ids = torch.arange(10).view(2, 5) % 9
+    for is_free in (False, True, False):
+        model.blocks[0].requires_grad_(is_free)
+        before = [weight.clone() for weight in model.blocks[0].parameters()]
+        model(ids, ids)[1].backward()
+        optimizer.step(fraction=1.0)
+        for weight, old in zip(model.blocks[0].parameters(), before, strict=True):
+            assert torch.equal(weight, old) != is_free
+    model.blocks[0].requires_grad_(True)
+    other = Optimizer(model, Settings(model=model.config))
+    other.load_state_dict(optimizer.state_dict())
+    for weight, state in optimizer.adamw.state.items():
+        assert torch.equal(other.adamw.state[weight]["exp_avg"], state["exp_avg"])
