@@ -68,6 +68,10 @@ class Tables(nn.Module):
         self.merged: tuple[Tensor, list[Tensor]] | None = None
         self.watch = Watch()  # notices that nobody takes them
 
+    def __getstate__(self) -> dict:
+        """A copy has no gradients, as those of parameters have none."""
+        return {**vars(self), "reads": [], "merged": None}
+
     @torch.no_grad()
     def init_rows(self, std: float) -> None:
         """Draw rows from Normal(0, std), in parts, as a second table may not fit. As parts are

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 import re
 import warnings
 from types import SimpleNamespace
@@ -277,6 +278,20 @@ def test_the_optimizer_of_a_model_trains_no_copy(n_waiting):
             student(BATCH, BATCH)[1].backward()
             optimizer.step()
             optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:gradients of rows")
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_has_no_gradients(make):
+    """Neither of parameters nor of rows."""
+    model = small()
+    model(BATCH, BATCH)[1].backward()
+    model(BATCH, BATCH)
+    student = make(model)
+    assert all(parameter.grad is None for parameter in student.parameters())
+    student(BATCH[:, :1], BATCH[:, :1])[1].backward()
+    assert student.tables.gradients()[0].tolist() == [3, 7]
+    assert model.tables.gradients()[0].tolist() == [0, 1, 3, 7]
 
 
 def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters():
