@@ -82,7 +82,6 @@ class Optimizer:
             "settings of another model: Settings(model=model.config)"  # they depend on it
         )
         betas = (settings.beta1, settings.beta2)
-        self.peak = settings.learning_rate
         self.table_rate = settings.table_rate
         self.grad_clip = settings.grad_clip
         self.scaler = LossScaler(enabled=dtype == "float16")
@@ -123,7 +122,7 @@ class Optimizer:
             {"params": linear, "weight_decay": settings.weight_decay},
             {"params": other, "weight_decay": 0.0},
         ]
-        self.adamw = torch.optim.AdamW(groups, lr=self.peak, betas=betas, fused=True)
+        self.adamw = torch.optim.AdamW(groups, settings.learning_rate, betas, fused=True)
 
     @torch.no_grad()
     def step(self, *, fraction: float) -> Tensor:
@@ -152,12 +151,17 @@ class Optimizer:
             if self.grad_clip:  # on the device: the host does not wait
                 shrink *= (self.grad_clip / (norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(grads + row_grads, shrink)
-            for group in self.adamw.param_groups:
-                group["lr"] = fraction * self.peak
+            # A group's rate is its peak, or what a scheduler of PyTorch's has made of it.
+            groups = self.adamw.param_groups
+            peaks = [group["lr"] for group in groups]
+            for group in groups:
+                group["lr"] = fraction * group["lr"]
             self.adamw.step()
             for name, rmsprop in self.rmsprops.items():
                 rate = 1.0 if name == "wte" else self.table_rate
-                rmsprop.step(fraction * self.peak * rate)
+                rmsprop.step(fraction * peaks[0] * rate)
+            for group, peak in zip(groups, peaks, strict=True):
+                group["lr"] = peak
         self.scaler.update(finite)
         for parameter in self.params:
             parameter.grad = None

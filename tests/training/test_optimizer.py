@@ -91,3 +91,24 @@ def test_what_is_released_after_the_optimizer_was_made_is_trained():
     other.load_state_dict(optimizer.state_dict())
     for weight, state in optimizer.adamw.state.items():
         assert torch.equal(other.adamw.state[weight]["exp_avg"], state["exp_avg"])
+
+
+def test_a_scheduler_of_pytorch_sets_the_rates_of_adamw_and_of_rows():
+    """As a fraction of the peak does. A group of one's own has a rate of its own."""
+    models, factors = [], (0.5, 0.25, 0.125)
+    for scheduled in (True, False):
+        torch.manual_seed(0)
+        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+        probe = nn.Linear(8, 1)
+        optimizer = Optimizer(model, Settings(model=model.config))
+        optimizer.adamw.add_param_group({"params": probe.parameters(), "lr": 1.0})
+        if scheduled:
+            rates = torch.optim.lr_scheduler.LambdaLR(optimizer.adamw, lambda n: 0.5 ** (n + 1))
+        for factor in factors:
+            ids = torch.arange(10).view(2, 5) % 9
+            (model(ids, ids)[1] + probe(model.hidden(ids)).sum()).backward()
+            optimizer.step(fraction=1.0 if scheduled else factor)
+            if scheduled:
+                rates.step()
+        models.append({**model.state_dict(), **probe.state_dict()})
+    torch.testing.assert_close(*models)
