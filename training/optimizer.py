@@ -129,8 +129,10 @@ class Optimizer:
         """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
         gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
-        ranks.add_up_gradients(self.params)
-        grads = [p.grad for p in self.params if p.grad is not None]
+        added = [p for group in self.adamw.param_groups for p in group["params"]]
+        params = list(dict.fromkeys(self.params + added))  # each once
+        ranks.add_up_gradients(params)
+        grads = [p.grad for p in params if p.grad is not None]
         row_grads = []
         for rmsprop in self.rmsprops.values():
             row_grads += rmsprop.tables.gradients()[1]
@@ -163,7 +165,7 @@ class Optimizer:
             for group, peak in zip(groups, peaks, strict=True):
                 group["lr"] = peak
         self.scaler.update(finite)
-        for parameter in self.params:
+        for parameter in params:
             parameter.grad = None
         for rmsprop in self.rmsprops.values():
             rmsprop.tables.zero_grad()  # of a step that was skipped

@@ -35,16 +35,23 @@ def test_the_scale_follows_that_of_pytorch(monkeypatch):
 
 
 def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_at_zero(monkeypatch):
+    """As does what is added to AdamW beside the model."""
     model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
     optimizer = Optimizer(model, Settings(model=model.config, grad_clip=1e-3))
     mine = optimizer.adamw.param_groups[0]["params"].pop()
+    probe = nn.Parameter(torch.ones(8))
+    optimizer.adamw.add_param_group({"params": probe})
     norms = []
-    monkeypatch.setattr(optimizer.adamw, "step", lambda: norms.append(mine.grad.norm()))
+
+    def step():
+        norms.extend([mine.grad.norm(), probe.grad.norm()])
+
+    monkeypatch.setattr(optimizer.adamw, "step", step)
     ids = torch.randint(9, (2, 5))
-    model(ids, ids)[1].backward()
+    (model(ids, ids)[1] + (model.hidden(ids) @ probe).sum()).backward()
     optimizer.step(fraction=1.0)
-    assert 0 < norms[0] < 1e-3
-    assert mine.grad is None
+    assert all(0 < norm < 1e-3 for norm in norms)
+    assert mine.grad is probe.grad is None
 
 
 @pytest.mark.parametrize("clip", [0.0, 1e-3])
