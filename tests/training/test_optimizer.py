@@ -119,3 +119,15 @@ def test_a_scheduler_of_pytorch_sets_the_rates_of_adamw_and_of_rows():
                 rates.step()
         models.append({**model.state_dict(), **probe.state_dict()})
     torch.testing.assert_close(*models)
+
+
+def test_a_head_that_is_tied_by_hand_is_refused():
+    """As a table of rows, it would be trained as an embedding alone."""
+    for part in ("head", "wte"):
+        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+        if part == "head":
+            model.head.weight = model.wte.weight[0]
+        else:
+            model.wte.weight[0] = model.head.weight
+        with pytest.raises(AssertionError, match="tie_head"):
+            Optimizer(model, Settings(model=model.config))
