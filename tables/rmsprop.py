@@ -55,6 +55,10 @@ class RowRMSprop:
         assert state in ("row", "number"), f"state={state!r} is neither 'row' nor 'number'"
         is_table = isinstance(tables, Tables) and len(tables.weight) > 0
         assert is_table, f"{type(tables).__name__} has no rows for this optimizer: AdamW trains it"
+        n_own = len({id(weight) for weight in tables.weight})
+        assert n_own == len(tables.weight), (
+            "two layers have one table, whose rows would be updated twice: see relatives/engram.py"
+        )
         dtype = tables.rows(0).dtype
         assert dtype in DTYPES.values(), f"rows are {dtype}: train them in float32 or bfloat16"
         n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

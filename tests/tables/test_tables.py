@@ -399,6 +399,13 @@ def test_an_optimizer_of_rows_is_for_rows_it_can_round():
             RowRMSprop(tables)
 
 
+def test_a_table_of_two_layers_has_no_optimizer_of_rows():
+    shared = tables()
+    shared.weight[1] = shared.weight[0]
+    with pytest.raises(AssertionError, match="updated twice"):
+        RowRMSprop(shared)
+
+
 def test_an_optimizer_takes_settings_of_its_model():
     """Embformer's rows, for example, need another state than STEM's."""
     with pytest.raises(AssertionError, match="Settings"):
