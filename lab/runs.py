@@ -57,10 +57,15 @@ def seed(run: Run) -> int | None:
 
 
 def compared(run: Run) -> list:
-    """What the runs of a group have in common."""
+    """What the runs of a group have in common. The settings are those of all starts: a run that was
+    made longer has had another schedule than one that was as long from the beginning."""
+    settings = []
+    for start in run["run"]:
+        args = {name: value for name, value in start["args"].items() if name not in NOT_COMPARED}
+        if args not in settings[-1:]:  # else it was only interrupted
+            settings.append(args)
     start = last_start(run)
-    args = {name: value for name, value in start["args"].items() if name not in NOT_COMPARED}
-    return [args, start.get("relatives")]
+    return [settings, start["data"], start.get("relatives")]
 
 
 def row(name: str, group: list[Run]) -> dict[str, str]:

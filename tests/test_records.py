@@ -36,7 +36,7 @@ def made(folder, lines=RECORDS):
 
 
 def table(folders):
-    return pictures.markdown([row(name, runs) for name, runs in grouped(folders).items()])
+    return pictures.markdown([row(name, group) for name, group in grouped(folders).items()])
 
 
 def test_tokens_per_second_are_those_of_all_steps_since_the_last_reading(tmp_path, monkeypatch):
@@ -103,6 +103,23 @@ def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     draw(grouped(folders), tmp_path / "x.png")
 
 
+def test_runs_of_other_text_or_made_longer_are_other_rows(tmp_path):
+    """Unlike one that was only interrupted."""
+
+    def run(seed: int, **changed) -> dict:
+        return {**RUN, "args": {**ARGS, "seed": seed, "resume": False, **changed}}
+
+    for second, n_row in (
+        ([run(2)], 1),
+        ([run(2), run(2, resume=True)], 1),
+        ([run(2, max_iters=1000), run(2, resume=True)], 2),
+        ([{**run(2), "data": ["other text"]}], 2),
+    ):
+        folders = [made(tmp_path / "one", [run(1), *RECORDS[1:]])]
+        folders.append(made(tmp_path / "two", [*second, *RECORDS[1:]]))
+        assert len(grouped(folders)) == n_row
+
+
 def test_a_run_that_diverged_has_no_loss_and_its_kind_no_interval(tmp_path):
     """Its last evaluation, of an earlier step, is no figure of a run that ended."""
     lines = [{**RUN, "args": {**ARGS, "seed": 2}}, STEP, {**EVAL, "step": 0, "val_loss": 8.0}]
@@ -110,8 +127,8 @@ def test_a_run_that_diverged_has_no_loss_and_its_kind_no_interval(tmp_path):
     *_, both = table([made(tmp_path / "stem"), lost]).splitlines()
     assert " | 2 and 3 | 2.50 | nan ± nan | nan ± nan | " in both and "25" not in both
     draw(grouped([tmp_path / "stem", lost]), tmp_path / "x.png")
-    runs = list(map(records.read_run, (lost, tmp_path / "stem")))
-    assert measures(runs)["last training loss"] == "nan ± nan"
+    both = list(map(records.read_run, (lost, tmp_path / "stem")))
+    assert measures(both)["last training loss"] == "nan ± nan"
     lost_norm = made(tmp_path / "norm", [*RECORDS[:2], {**STEP, "grad_norm": None}, EVAL])
     assert measures([records.read_run(lost_norm)])["largest gradient norm after warm-up"] == "nan"
 
