@@ -25,8 +25,9 @@ def runs(folders: list[Path], out: Path) -> None:
     groups = grouped(folders)
     print(markdown([row(name, group) for name, group in groups.items()]))
     starts = [last_start(run) for group in groups.values() for run in group]
-    if len({json.dumps(start["data"]) for start in starts}) > 1:
-        print("\nnote: not all have the same text and tokenizer, so losses are of different tokens")
+    if len({json.dumps(judged_on(start)) for start in starts}) > 1:
+        same = "text, tokenizer, --block_size and --eval_tokens"
+        print(f"\nnote: not all have the same {same}, so losses are of different tokens")
     files = {pair for start in starts for pair in (start.get("relatives") or {}).items()}
     for name, n in Counter(name for name, _ in files).items():
         if n > 1:
@@ -54,6 +55,12 @@ def grouped(folders: list[Path]) -> dict[str, list[Run]]:
 
 def seed(run: Run) -> int | None:
     return last_start(run)["args"].get("seed")
+
+
+def judged_on(start: dict) -> list:
+    """What decides which tokens a validation loss is of, and what the model sees before them."""
+    args = start["args"]
+    return [start["data"], args["block_size"], args.get("eval_tokens")]
 
 
 def compared(run: Run) -> list:

@@ -8,7 +8,7 @@ import pytest
 from conftest import interrupted, user_error
 
 from lab import pictures
-from lab.runs import draw, grouped, row
+from lab.runs import draw, grouped, row, runs
 from lab.stability import measures
 from training import records
 from training.checkpoints import checkpoint_of
@@ -118,6 +118,13 @@ def test_runs_of_other_text_or_made_longer_are_other_rows(tmp_path):
         folders = [made(tmp_path / "one", [run(1), *RECORDS[1:]])]
         folders.append(made(tmp_path / "two", [*second, *RECORDS[1:]]))
         assert len(grouped(folders)) == n_row
+
+
+def test_losses_over_other_windows_are_said_to_differ(tmp_path, capsys):
+    for other, n_note in (({}, 0), ({"block_size": 64}, 1), ({"eval_tokens": 512}, 1)):
+        lines = [{**RUN, "args": {**ARGS, "ffn": "dense", **other}}, *RECORDS[1:]]
+        runs([made(tmp_path / "stem"), made(tmp_path / "dense", lines)], tmp_path / "x.png")
+        assert capsys.readouterr().out.count("losses are of different tokens") == n_note
 
 
 def test_a_run_that_diverged_has_no_loss_and_its_kind_no_interval(tmp_path):
