@@ -48,7 +48,9 @@ def grouped(folders: list[Path]) -> dict[str, list[Run]]:
                 group.append(run)
                 break
         else:
-            name = str(folder.resolve()) if folder.name in groups else folder.name
+            name = folder.absolute().name  # of ".", too
+            if name in groups:
+                name = str(folder.resolve())
             groups[name] = [run]
     return groups
 

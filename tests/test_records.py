@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 from conftest import interrupted, user_error
@@ -125,6 +126,11 @@ def test_losses_over_other_windows_are_said_to_differ(tmp_path, capsys):
         lines = [{**RUN, "args": {**ARGS, "ffn": "dense", **other}}, *RECORDS[1:]]
         runs([made(tmp_path / "stem"), made(tmp_path / "dense", lines)], tmp_path / "x.png")
         assert capsys.readouterr().out.count("losses are of different tokens") == n_note
+
+
+def test_the_run_in_the_working_folder_has_the_name_of_the_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(made(tmp_path / "stem"))
+    assert table([Path(".")]).endswith("\n" + table([tmp_path / "stem"]).splitlines()[-1])
 
 
 def test_a_run_that_diverged_has_no_loss_and_its_kind_no_interval(tmp_path):
