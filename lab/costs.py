@@ -86,15 +86,24 @@ def compare(title: str, shape: dict[str, int], frequency: np.ndarray) -> str:
     return markdown(rows)
 
 
+def relative(values: np.ndarray, dense: np.ndarray) -> np.ndarray:
+    """Figures of which the mean is that of values over that of dense, [seeds] each. They spread as
+    this ratio does between seeds, of which both vary (Cochran, Sampling Techniques)."""
+    ratio = values.mean() / dense.mean()
+    return ratio + (values - ratio * dense) / dense.mean()
+
+
 def returns(experiment: Experiment) -> str:
-    """Accuracy over training FLOPs of trained runs, relative to the mean of dense ones."""
+    """Accuracy over training FLOPs of trained runs, relative to dense ones of the same seeds."""
     groups = experiment.train(best_learning_rates(experiment, MAIN))
     rows = []
     dense = None
     for name, folders in groups.items():
         runs = [read_run(folder) for folder in folders]
         flops = last_start(runs[0])["sizes"]["flops_per_token"]  # all runs read equally many
-        recalls = [run["recall"][-1]["recall"] for run in runs if run["recall"]]
+        recalls = []
+        if all(run["recall"] for run in runs):
+            recalls = [run["recall"][-1]["recall"] for run in runs]
         losses = [last_eval(run)["val_loss"] for run in runs]
         accuracies = {"recall": np.array(recalls), "exp(-val loss)": np.exp(-np.array(losses))}
         if dense is None:
@@ -104,8 +113,9 @@ def returns(experiment: Experiment) -> str:
         for measure, values in accuracies.items():
             row[measure] = interval(".3f", values)
             row[f"return by {measure}"] = ""
-            if dense[measure].any():  # not of text without questions, nor of a model without facts
-                over_dense = values / dense[measure].mean()
+            # Not of text without questions, nor over a model without facts.
+            if len(values) and dense[measure].any():
+                over_dense = relative(values, dense[measure])
                 row[f"return by {measure}"] = interval(".2f", over_dense * dense_flops / flops)
         rows.append(row)
     return markdown(rows)

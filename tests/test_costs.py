@@ -1,11 +1,14 @@
 """model_sizes and lab/costs.py against PyTorch's FLOP counter, gradients, sums over all cases."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from naive import TINY, decoder, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from lab import costs
 from lab.costs import Costs
 from lab.experiment import KINDS, MAIN
 from tables.tables import Tables
@@ -68,3 +71,27 @@ def test_what_a_token_does_not_use_is_left_out_wherever_it_is():
     after = model_sizes(model)
     assert after["total"] == before["total"] + 99 * 8
     assert all(after[name] == before[name] for name in ("active", "flops_per_token"))
+
+
+def test_returns_are_as_uncertain_as_dense_is(monkeypatch):
+    """By hand: dense recalls 0.6 on average, STEM 0.9, which is 1.5 times as much. STEM's runs are
+    0.3 above and below 1.5 times dense's, half of dense's mean, so the ratio is off by 12.706 times
+    0.5, and with half the FLOPs by twice that. A kind has no return by recall if a run has none."""
+
+    def run(flops: float, recall: float | None) -> dict:
+        start = {"sizes": {"flops_per_token": flops}}
+        evaluation = {"val_loss": 1.0, "step": 1}
+        recalls = [] if recall is None else [{"recall": recall}]
+        return {"run": [start], "eval": [evaluation], "step": [], "recall": recalls}
+
+    kinds = {
+        "dense": [run(2, 0.4), run(2, 0.8)],
+        "STEM": [run(1, 0.9), run(1, 0.9)],
+        "lost": [run(1, 0.9), run(1, None)],
+    }
+    monkeypatch.setattr(costs, "best_learning_rates", lambda experiment, kinds: kinds)
+    monkeypatch.setattr(costs, "read_run", lambda run: run)
+    _, _, dense, stem, lost = costs.returns(SimpleNamespace(train=lambda _: kinds)).splitlines()
+    assert "| 1.00 ± 0.00 | " in dense
+    assert "| 3.00 ± 12.71 | " in stem
+    assert lost == "| lost | 0.500 |  |  | 0.368 ± 0.000 | 2.00 ± 0.00 |"
