@@ -102,8 +102,13 @@ def command_line(script: str, *words: object) -> str:
     path = str(Path(__file__).with_name(script))
     with contextlib.suppress(ValueError):  # the user is on another drive of Windows
         path = os.path.relpath(path)  # from where the user is
-    join = list2cmdline if sys.platform == "win32" else shlex.join  # by quotes that a shell knows
-    return join(["python", path, *map(str, words)])
+    return python_line(path, *words)
+
+
+def python_line(*words: object) -> str:
+    """A command to copy into a shell: python with these words, by quotes that a shell knows."""
+    join = list2cmdline if sys.platform == "win32" else shlex.join
+    return join(["python", *map(str, words)])
 
 
 # --- flags ---

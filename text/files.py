@@ -21,7 +21,7 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
-from common import UserError
+from common import UserError, python_line
 
 TEXTS = {".txt", ".md", ".markdown"}
 TABLES = {".csv", ".tsv"}
@@ -34,9 +34,8 @@ KNOWN = (
 )
 # What most data sets of the Hugging Face Hub consist of.
 FROM_PARQUET = (
-    'pip install pandas pyarrow && python -c "import glob, pandas; '
-    "pandas.concat(map(pandas.read_parquet, sorted(glob.glob({source!r}))))"
-    ".to_json({out!r}, orient='records', lines=True)\""
+    "import glob, pandas; pandas.concat(map(pandas.read_parquet, sorted(glob.glob({}))))"
+    '.to_json({}, orient="records", lines=True)'
 )
 
 # A document of a text ends at the first blank line after so many characters or, as some text has
@@ -110,8 +109,10 @@ def refuse_parquet(file: Path, source: Path) -> None:
         out = f"{source.resolve().stem}.jsonl"
         if source.is_dir():
             source = source / "*.parquet"
-        command = FROM_PARQUET.format(source=str(source), out=out)
-        raise UserError(f"--input {file} is Parquet: run {command}, then take {out}")
+        names = [json.dumps(name, ensure_ascii=False) for name in (str(source), out)]
+        command = python_line("-c", FROM_PARQUET.format(*names))
+        needs = "pip install pandas pyarrow"
+        raise UserError(f"--input {file} is Parquet: run {needs} && {command}, then take {out}")
 
 
 def files_in(path: Path, notes: Counter[str]) -> Iterator[Path]:

@@ -9,6 +9,8 @@ import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from unittest.mock import Mock
 
@@ -234,12 +236,25 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
     assert "--hold_out_files is for files" in refused("prepare.py --hold_out_files 0.2")
 
 
-def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path):
-    (tmp_path / "data").mkdir()
+@pytest.mark.parametrize("name", ["data", 'of \'6 "x" 😀 $(touch ran)'])
+def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path, monkeypatch, name):
+    """Whatever the name of a folder is, a shell reads the command as it is meant."""
+    folder = tmp_path / name
+    folder.mkdir()
     (tmp_path / "README.md").write_text("About the texts.\n")
-    (tmp_path / "data/train.parquet").write_bytes(b"PAR1")
-    file = tmp_path / "data/train.parquet"
-    for path, source, out in ((tmp_path, r"\*.parquet", "data"), (file, "train.parquet", "train")):
-        wanted = rf"glob\('.*/data/{source}'\).*to_json\('{out}.jsonl'.*, then take {out}.jsonl"
-        with user_error(wanted):
+    file = folder / "train.parquet"
+    file.write_bytes(b"PAR1")
+    for path, out in ((tmp_path, f"{name}.jsonl"), (file, "train.jsonl")):
+        with user_error(" is Parquet: run pip install ") as error:
             found(path)
+        line = re.search("run (.*), then take (.*)", str(error.value))
+        assert line[2] == out
+        shell = f'pip() {{ :; }}; python() {{ printf %s "$2"; }}; {line[1]}'
+        code = subprocess.run(["sh", "-c", shell], capture_output=True, check=True, text=True)
+        pandas = Mock()
+        monkeypatch.setitem(sys.modules, "pandas", pandas)
+        pandas.concat.side_effect = list
+        exec(code.stdout.replace(").to_json(", "); pandas.to_json("))
+        pandas.read_parquet.assert_called_once_with(str(file))
+        assert pandas.to_json.call_args.args == (out,)
+    assert not (tmp_path / "ran").exists()
