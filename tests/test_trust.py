@@ -594,6 +594,17 @@ def test_a_run_that_is_a_link_to_another_is_replaced_without_it(on_disk, data, t
     load_model(other / "ckpt.pt", CPU)
 
 
+def test_what_is_no_checkpoint_is_not_replaced_by_way_of_a_link(data, tmp_path):
+    """... in the folder of a run that somebody else has made."""
+    mine = tmp_path / "mine.txt"
+    mine.write_text("mine")
+    out = interrupted(data, tmp_path / "out", 9)
+    (out / "best.pt").unlink()
+    (out / "best.pt").symlink_to(mine)
+    assert "best.pt is damaged" in refused(f"train.py --resume --out_dir {out}")
+    assert mine.read_text() == "mine"
+
+
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):
     (tmp_path / "data/countries").mkdir(parents=True)
     (tmp_path / "data/countries/meta.json").write_text("{}")

@@ -64,16 +64,20 @@ def live_tables(out_dir: Path) -> Path:
 def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -> Iterator[None]:
     """Lock the folder of a run as long as the context lasts. At its beginning, delete what killed
     commands left: live tables, and unfinished checkpoints of these names, unless the names are
-    links. At its end, delete the live tables of this run. Rank 0 does all this, and the others wait
-    until the folder is ready."""
+    links; of one that leads to no checkpoint, which would be replaced, UserError. At its end,
+    delete the live tables of this run. Rank 0 does all this, and the others wait until the folder
+    is ready."""
     if ranks.rank:
         ranks.wait()
         yield
         return
     with locked(out_dir):
         for name in names:
-            if not (out_dir / name).is_symlink():  # to a folder that is not locked
-                clear(out_dir / name)
+            path = out_dir / name
+            if not path.is_symlink():  # to a folder that is not locked
+                clear(path)
+            elif os.path.exists(path):  # else anything there would be replaced
+                read_checkpoint(path)
         live = live_tables(out_dir)
         remove(live)
         ranks.wait()
