@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from contextlib import closing
 from http.client import HTTPConnection
 
 import pytest
@@ -165,6 +166,12 @@ def test_the_page_is_one_file_for_itself_alone(page):
     ):
         for method, path in (("GET", "/"), ("POST", "/about"), ("POST", "/stop")):
             assert request(page, method, path, **headers)[0] == 403
+    with closing(HTTPConnection("127.0.0.1", page.server_port, timeout=1)) as connection:
+        connection.putrequest("POST", "/about")
+        connection.putheader("Origin", "https://example.com")
+        connection.putheader("Content-Length", str(10**9))  # of which nothing comes
+        connection.endheaders()
+        assert connection.getresponse().status == 403
     assert not page.stop.is_set()
     for method, path in (("GET", "/page.py"), ("POST", "/shutdown"), ("POST", "/__init__")):
         assert request(page, method, path)[0] == 404
