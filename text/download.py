@@ -14,7 +14,6 @@ breaks off, by the network or by Ctrl-C, the next run goes on where it stopped.
 import csv
 import hashlib
 import os
-import shutil
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
@@ -28,6 +27,7 @@ from common import UserError
 HERE = Path(__file__).parent
 MOBY_DICK = HERE / "moby-dick.jsonl"
 TIMEOUT = 30  # seconds of silence
+PIECE = 1 << 16  # bytes to read at a time
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def download(file: File, part: Path) -> None:
             with tqdm.wrapattr(
                 output, "write", total=file.size, initial=size, desc=part.stem, disable=None
             ) as counted:
-                shutil.copyfileobj(response, counted)
+                for _ in range(size, file.size, PIECE):  # a server may go on without end
+                    counted.write(response.read(PIECE))
     size = part.stat().st_size
     if size < file.size:
         raise ConnectionError(f"broke off after {size:,} of {file.size:,} bytes")

@@ -122,6 +122,15 @@ def test_a_server_that_sends_all_again_loses_nothing(server, get):
     assert len(server.requests) == 2
 
 
+def test_a_server_that_never_ends_is_left(server, get, monkeypatch):
+    server.content = CONTENT + bytes(4 << 20)  # a beginning of that
+    server.script = [dict(length=False)]
+    sizes = []
+    monkeypatch.setattr(download, "sha256", lambda path: sizes.append(path.stat().st_size))
+    fails(get, "its sha256 is")
+    assert sizes[0] < len(CONTENT) + 100_000
+
+
 def test_errors_of_the_server_are_one_line(server, get):
     server.script = [dict(status=503)]
     fails(get, "data.bin .*HTTP Error 503")
