@@ -6,6 +6,7 @@ import glob
 import json
 import math
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -66,15 +67,28 @@ OUT_OF_MEMORY = (
 )
 
 
+# Characters that may do anything to a terminal: clear it, or take text for what somebody typed.
+CONTROL = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+
+
+def shown(text: str) -> str:
+    """A text, which may be a model's or a file's, for a terminal: U+FFFD for what controls one."""
+    return CONTROL.sub("\ufffd", text)
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a command. A UserError, or running out of memory, is one line and exit code 1."""
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's output has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
+        if sys.stdout.isatty():  # to files, control characters go as they are: they are text
+            write = sys.stdout.write
+            sys.stdout.write = lambda text: write(shown(text))
     try:
         main()
         sys.stdout.flush()
     except UserError as error:
-        sys.exit("error: " + " ".join(str(error).split()))
+        lines = str(error).splitlines()
+        sys.exit("error: " + shown(" ".join(map(str.strip, lines))))
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
     except OSError as error:

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+import unicodedata
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -272,6 +273,27 @@ def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
         monkeypatch.setattr(sys, "stdout", pipe)
         common.run(lambda: print("x" * 10**6))
     assert ended.value.code == 1
+
+
+def test_text_of_a_model_or_a_file_does_nothing_to_a_terminal(monkeypatch):
+    class Terminal(io.TextIOWrapper):
+        def isatty(self):
+            return True
+
+    text = "".join(map(chr, range(0x250)))
+    terminal = Terminal(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", terminal)
+
+    def main():
+        print(text, flush=True)
+        raise common.UserError(f"run it with 'a  b': {text}")
+
+    with pytest.raises(SystemExit) as ended:
+        common.run(main)
+    visible = {letter for letter in text if unicodedata.category(letter) != "Cc"}
+    for got in (terminal.buffer.getvalue().decode(), ended.value.code):
+        assert visible <= {*got} <= visible | {*"\ufffd\n\r\t"}
+    assert "'a  b'" in ended.value.code
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")

@@ -37,6 +37,7 @@ from common import (
     reading,
     remove,
     require_fields,
+    shown,
 )
 from model import Decoder, ModelConfig, decoder_class
 from tables.storage import ARRAYS, DiskStorage
@@ -301,7 +302,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     for name in sorted({*then, *now}):
         if then.get(name) != now.get(name):
             note = f"note: relatives/{name}.py has changed since {path} was written"
-            print(note, file=sys.stderr)
+            print(shown(note), file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
             if not name.startswith("tables.") and not weight.isfinite().all():

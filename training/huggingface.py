@@ -15,7 +15,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from common import Damage, UserError, atomic, parse_json, reading, require_fields
+from common import Damage, UserError, atomic, parse_json, reading, require_fields, shown
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import check_pattern, read_tokenizer, require, write_tokenizer
@@ -133,7 +133,7 @@ def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     ends = {encoding.decode([i]) for i in eos_ids if 0 <= i < encoding.n_vocab}
     if ends and ends.isdisjoint(tokenizer.ENDS):
         note = f"note: {folder} ends texts with {', '.join(sorted(ends))}: sampling goes on there"
-        print(note, file=sys.stderr)
+        print(shown(note), file=sys.stderr)
     return model, encoding
 
 
