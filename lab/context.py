@@ -18,7 +18,14 @@ import tiktoken
 import torch
 
 from lab.costs import SMALL, Costs
-from lab.experiment import MAIN, Experiment, Kinds, best_learning_rates, pick
+from lab.experiment import (
+    MAIN,
+    Experiment,
+    Kinds,
+    best_learning_rates,
+    last_checkpoint,
+    pick,
+)
 from lab.pictures import interval, markdown
 from model import Decoder, ModelConfig
 from text import bpe
@@ -203,7 +210,7 @@ def train_both_stages(experiment: Experiment, kinds: Kinds) -> dict[str, list[Pa
     first = {name: {**kind, **SHORT, "data_dir": str(short)} for name, kind in kinds.items()}
     second = {}
     for name, folders in experiment.train(best_learning_rates(experiment, first)).items():
-        origins = [folder / "ckpt.pt" for folder in folders]
+        origins = list(map(last_checkpoint, folders))
         second[name] = {**LONG, "data_dir": str(long), "init_from": origins}
     return experiment.train(second)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lab.edits import row_with_edits
-from lab.experiment import KINDS, Experiment, Flags
+from lab.experiment import KINDS, Experiment, Flags, last_checkpoint
 from lab.pictures import markdown
 from train import resolve_settings
 from training.checkpoints import save_checkpoint
@@ -64,7 +64,7 @@ def train_models(
         trained = 0
         if model.origin:
             trained = 1
-            origins = [folder / "ckpt.pt" for folder in folders[model.origin, 1]]
+            origins = list(map(last_checkpoint, folders[model.origin, 1]))
             if model.tokens is not None:
                 origins = [converted(experiment, path, data_dir, model.tokens) for path in origins]
             flags["init_from"] = origins

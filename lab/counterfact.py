@@ -53,7 +53,7 @@ from corpora.countries import NOUNS, RELATIONS, Country
 from corpora.questions import mean, score_answers, with_answers
 from corpora.recall import readers
 from lab.editors import Editor, Request, trace
-from lab.experiment import KINDS, SEARCHED, Experiment
+from lab.experiment import KINDS, SEARCHED, Experiment, last_checkpoint
 from lab.pictures import interval, markdown, plt
 from text.dataset import open_tokens, read_meta
 from text.tokenizer import encode
@@ -214,8 +214,8 @@ class Bench:
     """A model, its records, and what it was before all edits."""
 
     def __init__(self, run: Path, data_dir: Path) -> None:
-        path = run / "ckpt.pt"  # not its best.pt
-        self.model, self.encoding, checkpoint = load_model(path, torch.device("cpu"))
+        loaded = load_model(last_checkpoint(run), torch.device("cpu"))
+        self.model, self.encoding, checkpoint = loaded
         self.fresh = {name: weight.clone() for name, weight in self.model.state_dict().items()}
         self.records, self.apart = records(checkpoint["args"]["seed"])
         meta = read_meta(data_dir)

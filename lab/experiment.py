@@ -200,7 +200,7 @@ class Experiment:
         for folder in tqdm(folders, name, leave=None):
             path = self.out_dir / "figures" / name / f"{folder.name}.json"
             if not path.exists():
-                loaded = load_model(folder / "ckpt.pt", self.on)  # not its best.pt
+                loaded = load_model(last_checkpoint(folder), self.on)
                 figure = function(*loaded, *arguments)
                 with atomic(path) as temporary:
                     temporary.write_text(json.dumps(figure))
@@ -236,6 +236,14 @@ def final_loss(folder: Path) -> float:
 def diverged(folder: Path) -> bool:
     """Whether a run ended because its loss was not finite."""
     return (folder / "metrics.jsonl").exists() and final_loss(folder) == math.inf
+
+
+def last_checkpoint(folder: Path) -> Path:
+    """The model that the last step of a run left, which its best.pt need not be. UserError: there
+    is none, as its loss diverged: what it saved before then is of a run that had not ended."""
+    if diverged(folder):
+        raise UserError(f"the loss of {folder} diverged: give --seeds without its own")
+    return folder / "ckpt.pt"
 
 
 def train_here(waiting: dict[Path, Flags]) -> None:

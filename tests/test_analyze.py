@@ -40,7 +40,7 @@ from train import resolve_settings as train_settings
 from training import writing
 from training.batches import Data
 from training.checkpoints import load_model
-from training.records import read_run
+from training.records import read_run, to_line
 
 SMALL = {
     "n_layer": 1,
@@ -167,10 +167,19 @@ def experiment(data, tmp_path):
     return Experiment(out_dir=tmp_path, data_dir=data, seeds="1,2", device="cpu", jobs=2)
 
 
-def test_models_are_measured_as_their_last_step_left_them(experiment, rising):
+def test_models_are_measured_as_their_last_step_left_them(experiment, rising, tmp_path):
     assert load_model(rising, CPU)[2]["step"] < 13
-    steps = experiment.measure("steps", lambda model, encoding, made: made["step"], [rising])
-    assert steps == [13]
+
+    def step(model, encoding, made):
+        return made["step"]
+
+    assert experiment.measure("steps", step, [rising]) == [13]
+    # A run that ended after it had saved something has no last step.
+    lost = shutil.copytree(rising, tmp_path / "lost")
+    with open(lost / "metrics.jsonl", "a") as file:
+        file.write(to_line({**read_run(lost)["step"][-1], "train_loss": math.nan}))
+    with user_error("the loss of .*lost diverged"):
+        experiment.measure("steps", step, [lost])
 
 
 def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, monkeypatch):
