@@ -503,12 +503,15 @@ def test_memory_grows_neither_with_files_nor_with_long_documents(tmp_path, encod
         peaks.append(peak(partial(from_files, tmp_path / str(n), path, encoding)))
     assert peaks[1] < 1.5 * peaks[0]
 
+    monkeypatch.setattr(writer, "BLOCK", 100)
     monkeypatch.setattr(writer, "LONG", 5000)
-    peaks = []
-    for n in (5, 50):
-        texts = (("train" if i else "val", "ab " * 5000) for i in range(n))
-        peaks.append(peak(partial(write_dataset, tmp_path / f"long {n}", texts, encoding)))
-    assert peaks[1] < 1.5 * peaks[0]
+    for kind, long in (("text", "ab " * 5000), ("chat", by_turns(*["ab " * 100] * 50))):
+        peaks = []
+        for n in (5, 50):
+            many = (("train" if i else "val", long) for i in range(n))
+            out = tmp_path / f"long {kind} {n}"
+            peaks.append(peak(partial(write_dataset, out, many, encoding, kind)))
+        assert peaks[1] < 1.5 * peaks[0]
 
 
 def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding, monkeypatch):

@@ -15,6 +15,7 @@ import tiktoken
 from common import UserError, atomic, locked, unfinished, writing
 from text import chat, tokenizer
 from text.dataset import FORMAT
+from text.splitting import as_one_text
 
 FILES = ("meta.json", "tokenizer.json", "train.bin", "val.bin")
 BLOCK = 256  # documents that are encoded at a time, on several cores; less if they are long
@@ -118,11 +119,11 @@ def write_dataset(
 
 
 def blocks(documents: Iterable[tuple[str, Any]]) -> Iterator[list[tuple[str, Any]]]:
-    """Yield documents with their splits in lists of BLOCK, or of less if they are long texts."""
+    """Yield documents with their splits in lists of BLOCK, or of less if they are long."""
     block, size = [], 0
     for split, document in documents:
         block.append((split, document))
-        size += len(document)  # characters; or messages, which are few
+        size += len(as_one_text(document))
         if len(block) == BLOCK or size >= LONG:
             yield block
             block, size = [], 0
