@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import time
 import unicodedata
 
 import numpy as np
@@ -46,6 +47,13 @@ def test_the_template_and_which_of_its_tokens_are_the_assistants(encoding):
     prompt = chat.prompt(encoding, TALK[:-1])
     assert ids[: len(prompt)].tolist() == prompt
     assert encoding.decode(ids[len(prompt) :].tolist()) == said[-1] + "\n"
+
+
+def test_answers_of_many_turns_are_found_in_no_quadratic_time(encoding):
+    ids = np.tile(chat.render(encoding, by_turns("Hello", "Bye")), 40_000)
+    start = time.process_time()
+    assert len(chat.answers(encoding, ids)) == 40_000
+    assert time.process_time() - start < 2  # 0.1 s; with all that follows read for each: 9
 
 
 @pytest.fixture(scope="module")

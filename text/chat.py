@@ -51,10 +51,11 @@ def answers(encoding: tiktoken.Encoding, ids: np.ndarray) -> list[tuple[int, int
     off."""
     opening = heading(encoding, "assistant")
     end = encoding.encode_single_token(tokenizer.END)
+    ends = np.flatnonzero(ids == end)
     found = []
     for start in np.flatnonzero(ids == opening[0]).tolist():
         content = start + len(opening)
         if ids[start:content].tolist() == opening:
-            ends = np.flatnonzero(ids[content:] == end)
-            found.append((content, content + int(ends[0]) + 1 if len(ends) else len(ids)))
+            later = ends[ends.searchsorted(content) :]
+            found.append((content, int(later[0]) + 1 if len(later) else len(ids)))
     return found
