@@ -346,7 +346,7 @@ class OffloadedTables(StoredTables):
         """Evict all, and let the host wait until it is stored."""
         if (self.token_in >= 0).any():
             self.evict_except(self.announced[:0])
-            self.early = bool(self.reads or self.merged)
+            self.early = bool(self.watch.n_read)
         self.transfers.finish()
 
 

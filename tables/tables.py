@@ -17,6 +17,7 @@ Four kinds of integers say which row is meant:
 """
 
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 import torch
@@ -58,13 +59,12 @@ class Tables(nn.Module):
         super().__init__()
         self.n_row = n_row
         self.width = width
-        # The way of a gradient: a lookup in training makes leaves of autograd, the backward pass
-        # fills their .grad, `merge` adds these up, and the optimizer takes the sums.
-        # 1) Lookups whose backward pass is yet to come. Of each, the distinct ids [n], on the CPU,
-        # and a leaf [n, W] for each table.
-        self.reads: list[tuple[Tensor, list[Tensor]]] = []
-        # 2) The sums, of lookups whose backward pass is over: distinct sorted ids [n], and
-        # gradients [n, W] for each table.
+        # The way of a gradient: a lookup in training makes leaves of autograd, a backward pass that
+        # reaches one calls `collect`, `merge` adds up, and the optimizer takes the sums.
+        # 1) Lookups with gradients since the last `merge`. Of each, the distinct ids [n], on the
+        # CPU, and gradients [n, W] by table.
+        self.reads: list[tuple[Tensor, dict[int, Tensor]]] = []
+        # 2) The sums: distinct sorted ids [n], and gradients [n, W] for each table.
         self.merged: tuple[Tensor, list[Tensor]] | None = None
         self.watch = Watch()  # notices that nobody takes them
 
@@ -124,14 +124,17 @@ class Tables(nn.Module):
     def read_once(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
         Each row is one leaf of autograd, which sums the gradients of all places of its token;
-        `merge` collects them."""
+        `collect` takes them."""
         # Merge before each micro-batch: so a step keeps the rows of one of them, and not of all.
         self.merge()
         self.watch.lookup(waiting=self.merged is not None)
         distinct, position = self.distinct(ids)  # [n], [B, T]
         slots = self.slots(distinct)
         leaves = [self.read(table, slots).requires_grad_() for table in range(len(self.weight))]
-        self.reads.append((distinct, leaves))
+        grads: dict[int, Tensor] = {}
+        for table, leaf in enumerate(leaves):
+            hook = partial(self.collect, distinct, grads, table)
+            leaf.register_post_accumulate_grad_hook(hook)
         position = send(position, leaves[0].device)
         for leaf in leaves:
             # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
@@ -222,18 +225,22 @@ class Tables(nn.Module):
     def updated(self, ids: Tensor) -> None:
         """Called by the optimizer when it has changed tokens `ids` [n] in `rows` and `states`."""
 
+    def collect(self, ids: Tensor, grads: dict[int, Tensor], table: int, leaf: Tensor) -> None:
+        """A backward pass has reached the leaf of a table. It may not be the only one, as of two
+        losses of a text; and others, such as an earlier layer's, may never be reached."""
+        if not grads:
+            self.reads.append((ids, grads))
+        grads[table] = leaf.grad if table not in grads else grads[table] + leaf.grad
+        leaf.grad = None
+
     def merge(self) -> None:
-        """Add what backward passes left at the leaves to the merged gradients."""
-        waiting = []
-        for ids, leaves in self.reads:
-            if all(leaf.grad is None for leaf in leaves):
-                waiting.append((ids, leaves))  # not differentiated, or not yet
-                continue
-            # A layer may leave its rows out, as with stochastic depth, or not be reached at all.
-            grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
-            one = (ids, grads)
+        """Add what backward passes have brought to the merged gradients."""
+        for ids, grads in self.reads:
+            some = next(iter(grads.values()))
+            every = [grads.pop(table, None) for table in range(len(self.weight))]
+            one = (ids, [torch.zeros_like(some) if grad is None else grad for grad in every])
             self.merged = one if self.merged is None else added(self.merged, one)
-        self.reads = waiting
+        self.reads = []
 
     def gradients(self) -> tuple[Tensor, list[Tensor]]:
         """The gradients of all rows read since the last `zero_grad`, micro-batches merged: distinct
@@ -249,8 +256,7 @@ class Tables(nn.Module):
         return self.merged
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients, and lookups that were not differentiated. AssertionError, or a warning:
-        nobody takes gradients, see `Watch`."""
+        """Forget gradients. AssertionError, or a warning: nobody takes them, see `Watch`."""
         self.merge()
         self.watch.forgotten(waiting=self.merged is not None)
         super().zero_grad(set_to_none)

@@ -126,6 +126,30 @@ def test_lookups_may_be_differentiated_together():
     assert_close(made.gradients(), whole.gradients())
 
 
+def test_a_lookup_may_be_differentiated_several_times():
+    """As of a text with two losses, one of which comes from an early layer, while other texts are
+    looked up, and one comes after a step."""
+    made = tables()
+    embeddings = [nn.Embedding.from_pretrained(w, freeze=False) for w in tables().weight]
+    kinds = (made.lookup, lambda ids: [embedding(ids) for embedding in embeddings])
+    late = []
+    for lookup in kinds:
+        backward(lookup(BATCH[:, 1:]))
+        first, second = lookup(BATCH)
+        first.sin().sum().backward(retain_graph=True)
+        backward(lookup(BATCH[:1]))
+        (first * second).sum().backward(retain_graph=True)
+        late.append((first * first * second).sum())
+    for losses in ([], late):
+        for loss in losses:
+            loss.backward()
+        ids, grads = made.gradients()
+        for grad, embedding in zip(grads, embeddings, strict=True):
+            assert_close(torch.zeros(V, W).index_copy(0, ids, grad), embedding.weight.grad)
+            embedding.zero_grad()
+        made.zero_grad()
+
+
 def test_gradients_of_equal_tokens_are_summed_in_float32():
     """Of 2,048 equal tokens, where tables and layers have 16 bits."""
     made = ResidentTables(2, V, W, torch.bfloat16)
