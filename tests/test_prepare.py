@@ -3,7 +3,7 @@
 import os
 import time
 import tracemalloc
-from collections import Counter
+from collections import Counter, deque
 from functools import partial
 from multiprocessing import get_context
 from unittest.mock import Mock
@@ -512,6 +512,16 @@ def test_memory_grows_neither_with_files_nor_with_long_documents(tmp_path, encod
             out = tmp_path / f"long {kind} {n}"
             peaks.append(peak(partial(write_dataset, out, many, encoding, kind)))
         assert peaks[1] < 1.5 * peaks[0]
+
+    # Nor does what is compared to validate with.
+    monkeypatch.setattr(splitting, "MOST", 5000)
+    monkeypatch.setattr(splitting, "MANY", 100)
+    peaks = []
+    for n in (5, 50):
+        texts = (f"{i} " * 2000 for i in range(n))
+        work = splitting.labelled(texts, 1e-9, Counter())
+        peaks.append(peak(partial(deque, work, 0)))  # all of it, and keeps nothing
+    assert peaks[1] < 1.5 * peaks[0]
 
 
 def test_a_run_that_fails_leaves_the_folder_as_it_was(tmp_path, encoding, monkeypatch):

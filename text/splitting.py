@@ -15,7 +15,8 @@ from pathlib import Path
 from common import UserError
 from text.documents import Document
 
-MANY = 4096  # documents whose hashes are compared
+MANY = 4096  # documents whose hashes are compared, or fewer
+MOST = 64 << 20  # characters: all of these documents are in memory
 LEAST_VAL = 8000  # characters to validate with, or a twentieth of what there is
 HELD_OUT = "held_out"  # the folder of files that are held out
 # Notes. Each is printed after the number of documents that it is about.
@@ -90,8 +91,12 @@ def labelled(
     The first documents come in one go, so that a small input has enough to validate with, too: a
     long document among them is cut, and if too few have low hashes, others are taken."""
     documents = iter(documents)
-    first = list(islice(documents, MANY))
-    total = sum(len(as_one_text(document)) for document in first)
+    first, total = [], 0
+    for document in islice(documents, MANY):
+        first.append(document)
+        total += len(as_one_text(document))
+        if total >= MOST:
+            break
     least = min(LEAST_VAL, max(1, total // 20))
     pieces = []
     for document in first:
