@@ -140,7 +140,7 @@ def write_documents(
 ) -> Path:
     """Prepare a folder of so many documents, unless it is there. They are made by `write`, and
     encoded by the tokenizer of another folder, or one of their own. One in 20 is for validation."""
-    folder = experiment.out_dir / name
+    folder = experiment.out_dir / "texts" / name
     if (folder / "meta.json").exists():
         return folder
     if experiment.quick:

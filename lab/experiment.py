@@ -80,7 +80,7 @@ def pick(*names: str) -> dict[str, Flags]:
 
 @dataclass
 class Experiment:
-    out_dir: Path = flag(Path("out/analysis"), "runs, figures, pictures: kept")
+    out_dir: Path = flag(Path("out/analysis"), "texts, runs, figures, pictures: kept")
     data_dir: Path = flag(Path("data/countries"), "prepared folder to train on")
     seeds: str | None = flag(
         None,
@@ -89,7 +89,7 @@ class Experiment:
     )
     jobs: int | None = flag(None, "runs at a time", must="at least 1", shown="cores; on a GPU 1")
     quick: bool = flag(False, "tiny models and few seeds: a smoke test")
-    fresh: bool = flag(False, "delete the runs and figures in --out_dir first")
+    fresh: bool = flag(False, "delete the texts, runs and figures in --out_dir first")
     device: str = device_flag()
 
     def __post_init__(self) -> None:
@@ -109,7 +109,7 @@ class Experiment:
 
     def clear(self) -> None:
         """Delete what was kept, for --fresh."""
-        for name in ("runs", "converted", "figures"):
+        for name in ("texts", "runs", "converted", "figures"):
             shutil.rmtree(self.out_dir / name, ignore_errors=True)
 
     def prepared(self, folder: Path) -> Path:

@@ -30,12 +30,13 @@ from naive import decoder, tokens
 
 from common import locked, run
 from corpora import countries
-from lab import analyze, counterfact, editors, geometry, ladder, scale
+from lab import analyze, context, counterfact, editors, geometry, ladder, scale
 from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates, last_eval
 from lab.ladder import verdicts
 from lab.pictures import interval
 from lab.stability import REACH, spike_rate, spikes
+from text.dataset import read_meta
 from train import resolve_settings as train_settings
 from training import writing
 from training.batches import Data
@@ -204,6 +205,17 @@ def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, mon
     monkeypatch.setattr(shared, "train_all", lambda waiting, *_: trained.extend(waiting))
     assert experiment.train({"": further})[""] == trained[3:]
     assert len(set(trained)) == 4
+
+
+def test_texts_are_made_once_and_by_fresh_anew(experiment, data):
+    def bytes_of(text: str) -> int:
+        made = context.write_documents(experiment, "short", 40, lambda rng: text, tokenizer_of=data)
+        return read_meta(made)["train"]["bytes"]
+
+    first = bytes_of("Call Anna tiger.")
+    assert bytes_of("Call Boris.") == first
+    experiment.clear()
+    assert bytes_of("Call Boris.") < first
 
 
 def test_other_settings_or_data_are_another_folder(experiment, data, tmp_path):
