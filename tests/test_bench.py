@@ -32,6 +32,26 @@ def test_tables_in_all_places(tmp_path, gib):
         assert row["tables"] != "resident" or all(cell.endswith(" (1.00)") for cell in cells)
 
 
+@pytest.mark.parametrize("task", [bench.train, bench.prefill])
+def test_what_is_timed_begins_when_ids_are_drawn(monkeypatch, task):
+    """To draw takes 9 seconds here, a look-up of rows one."""
+    clock = [0.0]
+
+    def takes(seconds, function):
+        def later(*args):
+            clock[0] += seconds
+            return function(*args)
+
+        return later
+
+    monkeypatch.setattr(bench, "timer", lambda: clock[0])
+    monkeypatch.setattr(bench, "zipf", takes(9, bench.zipf))
+    small = Bench(device="cpu", **SIZES)
+    contender = bench.Contender(small, small.model(ffn="stem"))
+    contender.model.tables.lookup = takes(1, contender.model.tables.lookup)
+    assert task(contender) == 2 * 16
+
+
 def test_all_of_it_in_a_quick_run(tmp_path):
     flags = "--quick --rounds 1 --block_size 1 --device cpu"  # the shortest context
     printed = command(f"lab/bench.py all {flags}").stdout
