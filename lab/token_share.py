@@ -10,9 +10,10 @@ Rows are least-squares fits on training text (training/dense_to_stem.py). On val
 they have not seen, two figures: the share of the variance of `g * u`, or of y, that they explain,
 and how much the loss rises if this part of this layer alone is replaced.
 
-A row estimated from n places has an error of its own: where u spreads around the best row by s^2,
-the row of n places misses by s^2 (1 + 1/n). So the error at each place is multiplied by
-n / (n + 1), and the share is that of the best rows. Tokens that did not occur have no row: the
+A row estimated from some places has an error of its own: where what it replaces spreads around the
+best row by s^2, it misses by s^2 (1 + q). If b multiplies the row, q is the sum of b^4 over the
+square of the sum of b^2: 1 / n of n places where b is equal. So the squared error at each place is
+divided by 1 + q, and the share is that of the best rows. Tokens that did not occur have no row: the
 share is taken over the places of others, and these are replaced.
 """
 
@@ -85,19 +86,20 @@ def measure(
     shares, losses = [], []
     for layer, block in enumerate(model.blocks):
         widths = (config.d_ff, config.d_ff, config.n_embd)
-        fits = [Fit(len(counts), width, model.device) for width in widths]
+        fits = [JudgedFit(len(counts), width, model.device) for width in widths]
         for ids, z, kept in text.attend(layer):
             for fit, (b, p, _) in zip(fits, factors(block.ffn, z), strict=True):
                 fit.add(place[ids], b, p)
             kept += p.to("cpu")  # of the last part, the whole
         rows = [fit.rows() for fit in fits]
+        weights = [fit.weights() for fit in fits]
         explained = [Explained() for _ in PARTS]
         for (ids, z, kept), target in zip(other.attend(layer), targets, strict=True):
             at = place[ids]
             n = counts[at]  # [1, T]
             for number, (b, p, out) in enumerate(factors(block.ffn, z)):
                 fit = torch.where(n[..., None] > 0, b * rows[number][at], p)
-                explained[number].add(p[n > 0], fit[n > 0], (n / (n + 1))[n > 0])
+                explained[number].add(p[n > 0], fit[n > 0], weights[number][at][n > 0])
                 x = kept.to(model.device) + out(fit)
                 losses.append(loss_above(model, layer + 1, x, target))
             kept += p.to("cpu")
@@ -110,6 +112,24 @@ def measure(
     return loss.mean().item(), torch.tensor(shares), losses - loss
 
 
+class JudgedFit(Fit):
+    """Rows, and how much of a squared error at another place is not their own."""
+
+    def __init__(self, n_row: int, width: int, device: torch.device) -> None:
+        super().__init__(n_row, width, device)
+        self.fourth = torch.zeros_like(self.bb)  # sums of b^4
+
+    def add(self, ids: Tensor, b: Tensor, p: Tensor) -> None:
+        super().add(ids, b, p)
+        self.fourth.index_add_(0, ids.flatten(), b.float().pow(4).flatten(0, 1))
+
+    def weights(self) -> Tensor:
+        """1 / (1 + q), see above: [n_row, width]. Where sums are too small for float32, q is that
+        of one place."""
+        q = (self.fourth / self.bb.square()).nan_to_num(1.0, posinf=1.0)
+        return 1 / (1 + q)
+
+
 class Explained:
     """1 - (squared error of a fit to p) / (variance of p), both summed over channels."""
 
@@ -117,11 +137,11 @@ class Explained:
         self.n = self.errors = self.squares = self.sums = 0.0
 
     def add(self, p: Tensor, fit: Tensor, weight: Tensor) -> None:
-        """p and its fit [.., T, width], weight [.., T] of the errors."""
+        """p, its fit, and the weight of the errors, [.., T, width] each."""
         # In double precision, which the GPUs of Macs do not have.
         p, fit, weight = (given.cpu().double() for given in (p, fit, weight))
         self.n += p[..., 0].numel()
-        self.errors += ((p - fit).square().sum(-1) * weight).sum()
+        self.errors += ((p - fit).square() * weight).sum()
         self.squares += p.square().sum()
         self.sums += p.flatten(0, -2).sum(0)
 

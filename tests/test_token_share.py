@@ -8,7 +8,7 @@ from simulated_gpu import SimulatedGpu
 from lab import token_share
 from training.batches import Data
 from training.checkpoints import load_model
-from training.dense_to_stem import Fit, read_text
+from training.dense_to_stem import read_text
 
 
 @torch.no_grad()
@@ -36,24 +36,24 @@ def test_rows_shares_and_losses_are_those_of_the_formulas(trained, data):
     (g, u, y), (g_val, u_val, y_val) = places
     ids, val_ids = train.flatten(), val.flatten()
 
-    def mean(weight, value):
-        """The weighted mean over the places of each of val's tokens, NaN if there is none."""
-        rows = []
-        for token in val_ids:
-            here = ids == token
-            rows.append((weight * value)[here].sum(0) / weight[here].sum(0))
-        return torch.stack(rows)
+    def total(value):
+        """The sum over the places of each of val's tokens."""
+        return torch.stack([value[ids == token].sum(0) for token in val_ids])
 
-    fits = {
-        "up": (g_val * u_val, g_val * mean(g**2, u), ffn.down),
-        "gate": (g_val * u_val, mean(u**2, g) * u_val, ffn.down),
-        "whole": (y_val, mean(torch.ones_like(y), y), torch.clone),
-    }
+    def mean(weight, value):
+        """The weighted mean over these places, NaN if there is none."""
+        return total(weight * value) / total(weight)
+
     n = (ids == val_ids[:, None]).sum(1)
+    fits = {
+        "up": (g_val * u_val, g_val * mean(g**2, u), total(g**4) / total(g**2) ** 2, ffn.down),
+        "gate": (g_val * u_val, mean(u**2, g) * u_val, total(u**4) / total(u**2) ** 2, ffn.down),
+        "whole": (y_val, mean(torch.ones_like(y), y), 1 / n[:, None], torch.clone),
+    }
     seen = n > 0
-    for number, (p, fit, out) in enumerate(fits.values()):
+    for number, (p, fit, q, out) in enumerate(fits.values()):
         fit = torch.where(seen[:, None], fit, p)
-        error = ((p - fit) ** 2).sum(1) * n / (n + 1)
+        error = ((p - fit) ** 2 / (1 + q)).sum(1)
         variance = ((p[seen] - p[seen].mean(0)) ** 2).sum()
         expected = 1 - error[seen].sum() / variance
         torch.testing.assert_close(shares[layer, number], expected.float(), rtol=1e-3, atol=1e-3)
@@ -65,16 +65,25 @@ def test_rows_shares_and_losses_are_those_of_the_formulas(trained, data):
 
 
 def test_the_share_does_not_depend_on_how_often_a_token_occurred():
-    """Of rows that exist: half of the variance, from 2 places a token or from 50."""
+    """Of rows that exist: half of the variance, from 2 places a token or from 50, also where gates
+    multiply them, by which few of the places count."""
     torch.manual_seed(0)
     rows = torch.randn(300, 64)
-    for n in (2, 50):
+
+    def drawn(ids, gated):
+        b = torch.ones(len(ids), 64)
+        if gated:
+            b = F.silu(torch.randn_like(b))
+        return b, b * (rows[ids] + torch.randn_like(b))
+
+    for n, gated in ((2, False), (50, False), (2, True), (8, True), (50, True)):
         ids = torch.arange(300).repeat(n)
-        fit, explained = Fit(300, 64, CPU), token_share.Explained()
-        p = rows[ids] + torch.randn(len(ids), 64)
-        fit.add(ids[None], torch.ones_like(p)[None], p[None])
-        fresh = rows + torch.randn(300, 64)
-        explained.add(fresh, fit.rows(), torch.full((300,), n / (n + 1)))
+        fit, explained = token_share.JudgedFit(300, 64, CPU), token_share.Explained()
+        b, p = drawn(ids, gated)
+        fit.add(ids[None], b[None], p[None])
+        others = torch.arange(300).repeat(8)
+        b, p = drawn(others, gated)
+        explained.add(p, b * fit.rows()[others], fit.weights()[others])
         assert abs(explained.share - 0.5) < 0.02
 
 
@@ -90,7 +99,7 @@ def test_it_prints_a_table_and_draws_a_picture(trained, data, tmp_path):
 
 
 def test_shares_are_found_on_a_device_without_double_precision():
-    numbers = torch.randn(2, 4, 8), torch.randn(2, 4, 8), torch.rand(2, 4)
+    numbers = torch.randn(2, 4, 8), torch.randn(2, 4, 8), torch.rand(2, 4, 8)
     here, there = token_share.Explained(), token_share.Explained()
     here.add(*numbers)
     with SimulatedGpu() as gpu:
