@@ -174,9 +174,10 @@ class Optimizer:
         return norm
 
     def state_dict(self) -> dict:
+        # Of AdamW's groups the rates, from which a scheduler goes on: all else is in the settings.
+        rates = [group["lr"] for group in self.adamw.param_groups]
         return {
-            # Without its groups: they follow from the settings, and their rate from the step.
-            "adamw": {"state": self.adamw.state_dict()["state"]},
+            "adamw": {"state": self.adamw.state_dict()["state"], "rates": rates},
             "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()},
             "scaler": self.scaler.state_dict(),
         }
@@ -185,5 +186,8 @@ class Optimizer:
         self.scaler.load_state_dict(state["scaler"])
         moments = copy.deepcopy(state["adamw"]["state"])  # else the file stays mapped
         self.adamw.load_state_dict({**self.adamw.state_dict(), "state": moments})
+        rates = state["adamw"].get("rates", [])  # which earlier checkpoints do not have
+        for group, rate in zip(self.adamw.param_groups, rates, strict=False):
+            group["lr"] = rate
         for name, rmsprop in self.rmsprops.items():
             rmsprop.load_state_dict(state["rows"][name])

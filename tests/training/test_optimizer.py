@@ -131,3 +131,26 @@ def test_a_head_that_is_tied_by_hand_is_refused():
             model.wte.weight[0] = model.head.weight
         with pytest.raises(AssertionError, match="tie_head"):
             Optimizer(model, Settings(model=model.config))
+
+
+def test_a_scheduler_of_pytorch_goes_on_where_it_was_saved():
+    """Also one that multiplies the rate that it finds."""
+    ids = torch.arange(10).view(2, 5) % 9
+    models = []
+    for is_resumed in (False, True):
+        torch.manual_seed(0)
+        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+        optimizer = Optimizer(model, Settings(model=model.config))
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.adamw, 0.5)
+        for step in range(6):
+            if is_resumed and step == 3:
+                saved = optimizer.state_dict(), scheduler.state_dict()
+                optimizer = Optimizer(model, Settings(model=model.config))
+                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.adamw, 0.5)
+                optimizer.load_state_dict(saved[0])
+                scheduler.load_state_dict(saved[1])
+            model(ids, ids)[1].backward()
+            optimizer.step(fraction=1.0)
+            scheduler.step()
+        models.append(model.state_dict())
+    torch.testing.assert_close(*models, rtol=0, atol=0)
