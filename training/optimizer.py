@@ -112,8 +112,9 @@ class Optimizer:
         linear, other = [], []
         for parameter in model.parameters():
             # Those that are frozen are there, too: they may be released later. AdamW leaves alone
-            # what has no gradient, and takes no integers.
-            if parameter in rows or not parameter.is_floating_point():
+            # what has no gradient, and refuses integers.
+            is_fixed = not (parameter.requires_grad or parameter.is_floating_point())
+            if parameter in rows or is_fixed:
                 continue
             if parameter.dim() == 2 and parameter not in looked_up:
                 linear.append(parameter)

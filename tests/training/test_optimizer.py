@@ -96,6 +96,7 @@ def test_what_is_released_after_the_optimizer_was_made_is_trained():
     model.blocks[0].requires_grad_(True)
     other = Optimizer(model, Settings(model=model.config))
     other.load_state_dict(optimizer.state_dict())
+    assert optimizer.adamw.state
     for weight, state in optimizer.adamw.state.items():
         assert torch.equal(other.adamw.state[weight]["exp_avg"], state["exp_avg"])
 
@@ -154,3 +155,15 @@ def test_a_scheduler_of_pytorch_goes_on_where_it_was_saved():
             scheduler.step()
         models.append(model.state_dict())
     torch.testing.assert_close(*models, rtol=0, atol=0)
+
+
+def test_what_adamw_cannot_train_is_not_left_out():
+    """Complex numbers."""
+    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+    turn = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+    model.blocks[0].register_parameter("turn", turn)
+    ids = torch.arange(10).view(2, 5) % 9
+    with pytest.raises(RuntimeError, match="floating point"):
+        optimizer = Optimizer(model, Settings(model=model.config))
+        (model(ids, ids)[1] + turn.abs().sum()).backward()
+        optimizer.step(fraction=1.0)
