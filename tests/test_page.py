@@ -166,7 +166,7 @@ def test_the_page_is_one_file_for_itself_alone(page):
     ):
         for method, path in (("GET", "/"), ("POST", "/about"), ("POST", "/stop")):
             assert request(page, method, path, **headers)[0] == 403
-    with closing(HTTPConnection("127.0.0.1", page.server_port, timeout=1)) as connection:
+    with closing(HTTPConnection("127.0.0.1", page.server_port, timeout=20)) as connection:
         connection.putrequest("POST", "/about")
         connection.putheader("Origin", "https://example.com")
         connection.putheader("Content-Length", str(10**9))  # of which nothing comes
