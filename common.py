@@ -255,6 +255,14 @@ def fits(value: Any, wanted: Any) -> bool:
     return wanted is Any or isinstance(value, ALSO.get(wanted, wanted))
 
 
+def brief(value: Any) -> str:
+    """A value in an error. What holds others is told by its type: in a checkpoint, a list may hold
+    one list twice, that another, and so on, so that to spell it out has no end."""
+    if isinstance(value, (dict, list, tuple, set)):
+        return f"a {type(value).__name__}"
+    return f"{value!r:.40}"
+
+
 def check_ranges(settings: Any) -> None:
     """Raises UserError if a field of a dataclass has a value of another type, as one from a file
     may be, or a value that its flag does not allow."""
@@ -276,7 +284,7 @@ def check_values(cls: type, values: dict[str, Any]) -> None:
             wanted = types[setting.name]
             # Python 3.14 calls each `int | None` a Union.
             expected = wanted.__name__ if isinstance(wanted, type) else wanted
-            raise UserError(f"{name} {value!r:.40} is not of type {expected}")
+            raise UserError(f"{name} {brief(value)} is not of type {expected}")
         if value is None:
             continue
         if must is not None and not RANGES[must](value):
@@ -452,10 +460,10 @@ def parse_json(text: str | bytes, /, **types) -> dict[str, Any]:
 def require_fields(record: Any, /, **types) -> None:
     """Raises Damage unless a record is a dict with values of these types."""
     if not isinstance(record, dict):
-        raise Damage(f"{record!r:.40} where a record should be")
+        raise Damage(f"{brief(record)} where a record should be")
     for name, wanted in types.items():
         if not fits(record.get(name), wanted):
-            raise Damage(f"{name} is {record.get(name)!r:.40}")
+            raise Damage(f"{name} is {brief(record.get(name))}")
 
 
 @contextlib.contextmanager

@@ -568,6 +568,19 @@ def test_a_field_of_another_type_is_one_line_that_names_the_file(on_disk, tmp_pa
             load_checkpoint(path)
 
 
+def test_a_field_that_would_take_forever_to_spell_is_one_line(on_disk, tmp_path):
+    endless = []
+    for _ in range(100):
+        endless = [endless, endless]
+    saved = {**checkpoint(on_disk), "model": {}, "optimizer": {}}
+    path = tmp_path / "ckpt.pt"
+    records = [{**saved, name: endless} for name in ("format", "step")]
+    for record in (endless, *records, {**saved, "args": {"learning_rate": endless}}):
+        torch.save(record, path)
+        with user_error(f"^{path}"):
+            load_checkpoint(path)
+
+
 def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding, tmp_path):
     model, _, _ = load_model(stem_ckpt, CPU)
     path = tmp_path / "ckpt.pt"
