@@ -9,6 +9,8 @@ import os
 import random
 import shutil
 import signal
+import tracemalloc
+import zipfile
 from functools import partial, partialmethod
 from pathlib import Path
 from unittest.mock import Mock
@@ -566,6 +568,19 @@ def test_a_field_of_another_type_is_one_line_that_names_the_file(on_disk, tmp_pa
         torch.save(record, path)
         with user_error(f"^{path}"):
             load_checkpoint(path)
+
+
+def test_what_a_checkpoint_would_unpack_to_is_not_read(tmp_path):
+    path = tmp_path / "ckpt.pt"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("ckpt/data.pkl", bytes(64 << 20))
+    assert path.stat().st_size < 100_000
+    tracemalloc.start()
+    with user_error(f"^{path}"):
+        load_checkpoint(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20
 
 
 def test_a_field_that_would_take_forever_to_spell_is_one_line(on_disk, tmp_path):

@@ -235,8 +235,10 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
     with reading(path, FIX):
         try:
             with zipfile.ZipFile(path) as archive:
-                for part in archive.namelist():
-                    if part.endswith("data.pkl"):  # all but the numbers of tensors
+                for part in archive.infolist():
+                    if part.compress_type:  # which may unpack to more than memory holds
+                        raise Damage("it is compressed")
+                    if part.filename.endswith("data.pkl"):  # all but the numbers of tensors
                         archive.read(part)
                 damaged = archive.testzip() if verify else None
             # Windows replaces no file that is mapped. PyTorch maps none whose name is not UTF-8:
