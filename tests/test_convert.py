@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,7 @@ from text.huggingface import (
     LETTERS,
     NO_TOKEN,
     SMOLLM2,
+    read_tokenizer,
     split,
     write_tokenizer,
 )
@@ -445,6 +447,23 @@ def test_a_tokenizer_without_a_model_gets_what_it_lacks_after_it(tmp_path, speci
     for place in (tmp_path, tmp_path / "data/tokenizer.json"):
         again = prepare.ready_tokenizer(str(place), "chat")
         assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
+
+
+def test_a_small_tokenizer_takes_little_memory(tmp_path):
+    path = tmp_path / "tokenizer.json"
+    words = bpe()
+    last = MERGES[-1].replace(" ", "")
+    words["model"]["vocab"][last] = 10**5  # and each id below would get a token
+    path.write_text(json.dumps(words))
+    with user_error(f"^{path} has ids up to 100,000, but 268 tokens"):
+        read_tokenizer(path)
+    path.write_text(json.dumps(bpe(vocab=bpe()["model"]["vocab"] | {"a" * 4000: 268})))
+    tracemalloc.start()
+    with user_error("its merges do not make the token"):
+        read_tokenizer(path)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20
 
 
 FILES = ("config.json", "tokenizer.json", "model-0-of-1.safetensors", "pytorch_model.bin")

@@ -168,6 +168,10 @@ def read_tokenizer(
     if pattern not in WORDS and not keeps_all(encoding):
         raise UserError(f"{path}: its pattern leaves out parts of a text, which is not supported")
     if vocab_size is None:
+        n_token = len(ranks) + len(special_tokens)
+        if encoding.n_vocab > 2 * n_token:  # each id without a token gets one
+            ids = f"ids up to {encoding.n_vocab - 1:,}, but {n_token:,} tokens"
+            raise UserError(f"{path} has {ids}: download it again")
         return complete(encoding)
     if encoding.n_vocab != vocab_size:
         raise UserError(f"{path} has {encoding.n_vocab} ids, its model {vocab_size}")
@@ -300,7 +304,7 @@ def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
     for token in tqdm(ranks, "checking merges", leave=False, delay=3, disable=None):
         if len(token) == 1 or is_reached(token, pairs):
             continue
-        splits = [(token[:at], token[at:]) for at in range(1, len(token))]
+        splits = ((token[:at], token[at:]) for at in range(1, len(token)))
         known = {pair for pair in splits if {*pair} <= ranks.keys()}
         if not (whole and pairs.keys() >= known):
             raise UserError(f"{path}: its merges do not make the token {token!r:.40}")
