@@ -60,7 +60,8 @@ def read_tokenizer(folder: Path, meta: dict) -> tiktoken.Encoding:
     path = folder / "tokenizer.json"
     with reading(path, again(folder)):
         encoding = tokenizer.loads(path.read_bytes())
-        if tokenizer.fingerprint(encoding) != meta["tokenizer"]:
+        found = tokenizer.fingerprint(encoding), encoding.n_vocab
+        if found != (meta["tokenizer"], meta["vocab_size"]):
             raise Damage("not the tokenizer of the token files")
     return encoding
 
@@ -76,6 +77,8 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         if hashlib.sha256(ids).hexdigest() != meta[split]["sha256"]:
             raise Damage("its sha256 differs from meta.json")
+        if ids.max(initial=0) >= meta["vocab_size"]:
+            raise Damage(f"an id of {ids.max()}, where there are {meta['vocab_size']}")
     return ids
 
 

@@ -1,5 +1,7 @@
 """batches.py: which tokens are in which batch; and the folders that they come from."""
 
+import hashlib
+import json
 import re
 import shutil
 from pathlib import Path
@@ -198,6 +200,26 @@ def test_damage_is_one_line_that_names_the_file(tmp_path, ours):
             with user_error(line):
                 Data(str(folder), "text", 10, 1, 50)
         path.write_bytes(whole)
+
+
+def test_ids_are_those_of_the_vocabulary(tmp_path, ours):
+    """... in a folder of somebody else's making."""
+    for size in (-1, ours.n_vocab - 1, ours.n_vocab + 1):
+        folder = write_folder(tmp_path / str(size), ours)
+        change_json(folder / "meta.json", vocab_size=size)
+        with user_error("tokenizer.json is damaged"):
+            Data(str(folder), "text", 10, 1, 50)
+    folder = write_folder(tmp_path / "ids", ours)
+    for split in ("val", "train"):
+        path = folder / f"{split}.bin"
+        ids = np.fromfile(path, np.uint16)
+        ids[7] = ours.n_vocab
+        ids.tofile(path)
+        about = json.loads((folder / "meta.json").read_text())[split]
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        change_json(folder / "meta.json", **{split: {**about, "sha256": digest}})
+        with user_error(f"{split}.bin is damaged .*{ours.n_vocab}"):
+            Data(str(folder), "text", 10, 1, 50)
 
 
 def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
