@@ -8,6 +8,7 @@ docs/data-and-stages.md says which models can be read.
 import json
 import math
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -314,6 +315,9 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
     """The tensors of a pytorch_model.bin, mapped into memory."""
     with reading(path, "download it again"):
         try:
+            with zipfile.ZipFile(path) as archive:
+                if any(part.compress_type for part in archive.infolist()):  # to more than memory
+                    raise Damage
             weights = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except (OSError, MemoryError):
             raise
