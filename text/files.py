@@ -61,7 +61,7 @@ IMAGE = re.compile(r"!\[[^\[\]]*\](\([^()]*\)|\[[^\[\]]*\])")
 # What follows a letter is code, such as a[0][1]; but in Chinese, a link follows a letter, too.
 LINK = re.compile(r"(?<![a-zA-Z0-9_\\])\[([^\[\]^][^\[\]]*|)\](\([^()]*\)|\[[^\[\]]*\])")
 MARKS = re.compile(
-    r"(`+)(?P<code>[^`]+)\1|\\(?P<kept>[!-/:-@\[-`{-~])"  # what they have stays
+    r"(?<!`)(`+)(?P<code>[^`]+)\1|\\(?P<kept>[!-/:-@\[-`{-~])"  # what they have stays
     r"|<!--.*?-->|</?[a-zA-Z][^<>]*>"  # HTML
     r"|\[\^[^\]]+\]:?|^\[[^\]]+\]: .*"  # a footnote's mark, a link's address
     r"|^ {0,3}(#{1,6}(?=\s)|(> ?)+)\s*|\s#+\s*$"  # headings, quotations

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from unittest.mock import Mock
 
@@ -234,6 +235,12 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
     one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
     assert "two files or more" in refused(*one)
     assert "--hold_out_files is for files" in refused("prepare.py --hold_out_files 0.2")
+
+
+def test_a_line_of_backquotes_takes_no_quadratic_time():
+    start = time.process_time()
+    files.plain_line("x" + "`" * files.LONGEST)
+    assert time.process_time() - start < 0.5  # 0.01 s; a search from each of them: 1.5
 
 
 @pytest.mark.parametrize("name", ["data", 'of \'6 "x" 😀 $(touch ran)'])
