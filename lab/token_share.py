@@ -62,7 +62,8 @@ def token_share(
         print(markdown(rows))
         above.plot(shares, marker=".")
         below.plot(losses.mean(-1), marker=".")  # [n_layer, parts]
-        above.set(title=str(path), ylabel="share that the token explains", ylim=(0, 1))
+        title = str(path).replace("$", r"\$")  # which would begin a formula
+        above.set(title=title, ylabel="share that the token explains", ylim=(0, 1))
         below.set(xlabel="layer", ylabel="rise of the loss, nats")
         below.set_yscale("symlog", linthresh=0.01)
         above.legend(PARTS)
