@@ -72,6 +72,7 @@ MARKS = re.compile(
 NO_NOTICES = "characters left out: Project Gutenberg's headers and licenses"
 NO_MARKS = "characters left out: Markdown's marks and front matter"
 NOWHERE = "links in folders lead nowhere"
+ELSEWHERE = "files are read that lie elsewhere: links in folders lead to them"
 OTHERS = "files of other kinds in folders are left out: add .txt to the names of plain text"
 
 
@@ -97,6 +98,8 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
             what = "the folder has" if path.is_dir() else "it is"
             raise UserError(f"--input {path}: {what} none of {KNOWN}")
         notes[OTHERS] += len(inside) - len(known)
+        top = path.resolve()
+        notes[ELSEWHERE] += sum(not file.resolve().is_relative_to(top) for file in known)
         found += sorted(known, key=lambda file: unicodedata.normalize("NFC", file.as_posix()))
     return found
 

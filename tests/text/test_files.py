@@ -150,7 +150,7 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
     texts, notes = found(tmp_path / "in")
     names = [text.strip() for text in texts]
     assert names == ["B.txt", "a.txt", "a/z.txt", "b.txt", "c/g.txt", "f.txt", "e\u0301.md"]
-    assert notes == {files.OTHERS: 1, files.NOWHERE: 1}
+    assert notes == {files.OTHERS: 1, files.NOWHERE: 1, files.ELSEWHERE: 1}
     assert found(tmp_path / "in/f.txt", tmp_path / "in/a")[0] == ["f.txt\n", "a/z.txt\n"]
 
 
