@@ -447,9 +447,13 @@ def out(on_disk, tmp_path) -> Path:
 
 
 class Largest(TorchDispatchMode):
-    """Within it, the most numbers that any operation makes."""
+    """Within it, the most numbers that any operation makes, and the shapes of all in memory."""
 
     numbers = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         made = func(*args, **(kwargs or {}))
@@ -457,4 +461,5 @@ class Largest(TorchDispatchMode):
         for x in tree_leaves(made):
             if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in old:
                 self.numbers = max(self.numbers, x.numel())
+                self.shapes += [] if x.is_meta else [x.shape]
         return made

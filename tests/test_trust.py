@@ -19,6 +19,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    Largest,
     PowerCut,
     assert_same,
     assert_same_run,
@@ -62,6 +63,13 @@ def snapshots(out: Path) -> list[Path]:
 
 
 # --- two at once ---
+
+
+def test_what_is_loaded_is_in_memory_once(stem_ckpt):
+    """Not also as random rows, whose place it takes."""
+    with Largest() as made:
+        tables = load_model(stem_ckpt, CPU)[0].tables
+    assert made.shapes.count(tables.weight[0].shape) == len(tables.weight)
 
 
 def test_whoever_comes_second_is_refused_until_the_first_has_ended(on_disk, data, story, tmp_path):

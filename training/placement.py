@@ -60,7 +60,8 @@ def make_tables(
         if not is_stored:
             if device.type == "cpu" and offload != "disk":
                 check_room(math.prod(shape) * dtype.itemsize)
-            return tables_class(n_table, n_row, width, dtype)
+            with torch.device("cpu" if training else "meta"):  # loaded rows take their place
+                return tables_class(n_table, n_row, width, dtype)
 
         # 2) in files or in RAM
         if on_disk and training:
