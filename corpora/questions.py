@@ -13,6 +13,8 @@ from common import UserError
 from model import Decoder
 from text import chat
 
+LOGITS = 1 << 28  # at a time: 1 GiB
+
 
 class Scores(NamedTuple):
     """Of N answers to N prompts, on the CPU."""
@@ -49,7 +51,8 @@ def score_answers(
     if ids.shape[1] > block_size:
         raise UserError(f"prompt and answer have {ids.shape[1]} tokens, block_size is {block_size}")
 
-    size = max(1, min(256, 2**22 // model.config.vocab_size))  # so many logits take about a GB
+    numbers = ids.shape[1] * model.config.vocab_size  # logits of a prompt with its answer
+    size = max(1, min(256, LOGITS // numbers))
     parts = zip(ids.split(size), table_ids.split(size), targets.split(size), strict=True)
     greedy = []
     losses = []

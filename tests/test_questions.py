@@ -8,17 +8,19 @@ from inspect import unwrap
 
 import pytest
 import torch
-from conftest import user_error
+from conftest import Largest, user_error
 from naive import LAYERS, TINY, decoder
 from simulated_gpu import SimulatedGpu
 
-from corpora import countries
+from corpora import countries, questions
 from corpora.questions import score_answers
 from corpora.recall import ask, chat_questions, chat_recall, demo, fact_questions
 from model import Decoder, ModelConfig, decoder_class
 from tables.tables import ResidentTables
 from text import bpe
+from training import writing
 from training.edits import check_editable
+from training.writing import as_others
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,23 @@ def test_score_agrees_with_generating():
         scores = unwrap(score_answers)(model.to(gpu.device), prompts, answers)
     assert torch.equal(scores.greedy, greedy)
     torch.testing.assert_close(scores.probability, probability)
+
+
+def test_of_long_prompts_fewer_are_read_at_a_time(monkeypatch):
+    """To be scored, or with other names in them."""
+    model = decoder(vocab_size=512)
+    n, vocab_size = model.config.block_size - 1, model.config.vocab_size
+    prompts, answers = [[3] * n, [4]] * 8, [[5], [6]] * 8
+    whole = score_answers(model, prompts, answers).probability
+    names = as_others(model, torch.tensor(prompts[0]), [[3]], 64)
+    monkeypatch.setattr(questions, "LOGITS", 3 * n * vocab_size)
+    monkeypatch.setattr(writing, "MOST_TOKENS", 3 * n)
+    with Largest() as largest:
+        torch.testing.assert_close(score_answers(model, prompts, answers).probability, whole)
+    assert largest.numbers <= 3 * n * vocab_size
+    with Largest() as largest:
+        torch.testing.assert_close(as_others(model, torch.tensor(prompts[0]), [[3]], 64), names)
+    assert largest.numbers < 32 * n * model.config.n_embd
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ KEEP = 60.0  # weight of what must not change, beside the nats of the answer
 N_TEXT, TEXT_TOKENS = 64, 32  # texts that the model writes about the name
 N_PART = 4  # parts of these texts, of which each step reads one
 N_OTHER = 16  # other names, to find what asks for the same fact
+MOST_TOKENS = 1 << 18  # of prompts about other names, in a forward pass
 COMMON = 0.25  # share of the model's texts in which a token of everyday words stands
 
 Fact: TypeAlias = tuple[list[int], list[int]]  # a prompt and its answer, as token ids
@@ -237,8 +238,11 @@ def as_others(
     probabilities of what follows `ids` [T] then, [n, V]."""
     vocab_size = model.config.vocab_size
     tokens = list(range(0, vocab_size, 1 + vocab_size // n))
-    prompts = torch.stack([renamed(ids, names, token) for token in tokens])
-    return tokens, model(prompts, last_only=True)[0][:, 0].float().softmax(-1)
+    prompts = torch.stack([renamed(ids, names, token) for token in tokens])  # [n, T]
+    follows = []
+    for part in prompts.split(max(1, MOST_TOKENS // len(ids))):
+        follows.append(model(part, last_only=True)[0][:, 0].float().softmax(-1))
+    return tokens, torch.cat(follows)
 
 
 def renamed(ids: Tensor, names: Sequence[list[int]], token: int) -> Tensor:
