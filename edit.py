@@ -189,7 +189,8 @@ def read_facts(
     with reading(edit.facts, f"--facts names a file: {LINE}"):
         lines = edit.facts.read_bytes().splitlines()
     edits = {}
-    for number, line in enumerate(lines, 1):
+    bar = tqdm(lines, "reading facts", leave=False, delay=3, disable=None)
+    for number, line in enumerate(bar, 1):
         if not line.strip():
             continue
         where = f"{edit.facts}:{number}"
@@ -245,7 +246,8 @@ def write_facts(
 
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
-    known = [is_written(model, located) for located in all_located]
+    bar = tqdm(all_located, "asking again", leave=False, delay=3, disable=None)
+    known = [is_written(model, located) for located in bar]
     parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
     room = max(map(width, edits))
     for (where, (edit, _)), was_learned, is_known, p_before, p_after in parts:

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 from conftest import interrupted, user_error
 
+import edit
 from lab import pictures
 from lab.runs import draw, grouped, row, runs
 from lab.stability import measures
+from text import dataset
 from training import records
 from training.checkpoints import checkpoint_of
+from training.edits import Edit
 
 ARGS = {
     "ffn": "stem",
@@ -150,3 +153,24 @@ def test_a_folder_whose_run_has_not_ended_says_so(data, tmp_path, capsys):
     """Others say nothing: test_trust.py."""
     checkpoint_of(interrupted(data, tmp_path, 9))
     assert f"{tmp_path} is a run at step 6 of 12\n" in capsys.readouterr().err
+
+
+def test_what_takes_long_to_read_has_a_bar(tmp_path, monkeypatch, data):
+    """A million steps, a text of gigabytes, thousands of facts."""
+    shown = []
+
+    def watched(parts, about, **options):
+        shown.append(about)
+        assert options["delay"] == 3
+        return parts
+
+    facts = tmp_path / "facts.jsonl"
+    for module in (records, dataset, edit):
+        monkeypatch.setattr(module, "tqdm", watched)
+    records.read_run(made(tmp_path))
+    dataset.open_tokens(data, "val", dataset.read_meta(data))
+    facts.write_text("{}")
+    with user_error("facts.jsonl:1 is damaged"):
+        edit.read_facts(Edit(facts=facts), None, None, {})
+    paths = tmp_path / "metrics.jsonl", data / "val.bin"
+    assert shown == [f"reading {paths[0]}", f"checking {paths[1]}", "reading facts"]

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from tqdm import tqdm
 
 from common import Damage, UserError, atomic, parse_json, reading, require_fields, writing
 from training import ranks
@@ -133,7 +134,8 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     with reading(path, "name the output folder of a run"):
         lines = path.read_bytes().split(b"\n")[:-1]
     records = []
-    for number, line in enumerate(lines, 1):
+    bar = tqdm(lines, f"reading {path}", leave=False, delay=3, disable=None)
+    for number, line in enumerate(bar, 1):
         with reading(f"{path}, line {number},", "delete it"):
             records.append(from_line(line))
     return records
