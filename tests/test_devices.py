@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CPU, small_run, user_error
+from conftest import CPU, Largest, small_run, user_error
 
 import common
 from common import pick_device, training_dtype
@@ -120,3 +120,14 @@ def test_a_build_without_distributed_trains(data, tmp_path, monkeypatch):
         monkeypatch.delattr(dist, name)
     with ranks.joined():
         small_run(data, tmp_path / "out", offload="disk", max_iters=1)
+
+
+def test_whether_all_numbers_are_finite_is_asked_in_parts():
+    numbers = torch.zeros(1).expand(1 << 25)
+    with Largest() as largest:
+        assert common.all_finite(numbers)
+    assert largest.numbers == 1 << 24
+    for odd in (torch.inf, torch.nan):
+        for finite in (torch.zeros(2, 3), torch.zeros(()), torch.zeros(0), torch.ones(2).bool()):
+            assert common.all_finite(finite)
+        assert not common.all_finite(torch.tensor([[0.0, odd], [1.0, 2.0]]))

@@ -32,6 +32,7 @@ from torch import Tensor
 from common import (
     Damage,
     UserError,
+    all_finite,
     atomic,
     command_line,
     reading,
@@ -307,7 +308,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
             print(shown(note), file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
-            if not name.startswith("tables.") and not weight.isfinite().all():
+            if not name.startswith("tables.") and not all_finite(weight):
                 raise Damage(f"{name} has numbers that are not finite")
     checkpoint["storage"] = None
     saved = checkpoint["tables"]

@@ -16,7 +16,16 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from common import Damage, UserError, atomic, parse_json, reading, require_fields, shown
+from common import (
+    Damage,
+    UserError,
+    all_finite,
+    atomic,
+    parse_json,
+    reading,
+    require_fields,
+    shown,
+)
 from model import Decoder, ModelConfig
 from text import tokenizer
 from text.huggingface import check_pattern, read_tokenizer, require, write_tokenizer
@@ -156,7 +165,7 @@ def read_model(folder: Path) -> tuple[Decoder, int | None, list[int]]:
     model.load_state_dict(room, assign=True)
     for name, weight in named_weights(model).items():
         weight.copy_(weights[name].detach())  # somebody pickles parameters
-        if not weight.isfinite().all():
+        if not all_finite(weight):
             raise UserError(f"{folder}: {name} has numbers that are not finite: download it again")
     if head is not None and not torch.equal(head, weights["model.embed_tokens.weight"]):
         differs = "but lm_head.weight is not the embedding: if it is the head, set it to false"
