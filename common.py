@@ -216,11 +216,13 @@ class Parser(ArgumentParser):
 
 def make_parser(description: str) -> Parser:
     """A parser that takes no abbreviations: `--max_iter 10` would silently mean --max_iters."""
-    return Parser(
+    parser = Parser(
         description=description,
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    parser.color = False  # Python 3.14 would write them as control characters, see `run`
+    return parser
 
 
 def parse(cls: type, description: str) -> Any:

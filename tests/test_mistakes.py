@@ -296,6 +296,11 @@ def test_text_of_a_model_or_a_file_does_nothing_to_a_terminal(monkeypatch):
     assert "'a  b'" in ended.value.code
 
 
+def test_help_has_no_control_characters(monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as Python 3.14 does on a terminal
+    assert "\x1b" not in common.make_parser("").format_help()
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_output_without_room_is_one_line(monkeypatch):
     with open("/dev/full", "w") as full, pytest.raises(SystemExit) as ended:
