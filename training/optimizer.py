@@ -161,12 +161,14 @@ class Optimizer:
             peaks = [group["lr"] for group in groups]
             for group in groups:
                 group["lr"] = fraction * group["lr"]
-            self.adamw.step()
+            try:
+                self.adamw.step()
+            finally:  # also where somebody stops a loop in a notebook
+                for group, peak in zip(groups, peaks, strict=True):
+                    group["lr"] = peak
             for name, rmsprop in self.rmsprops.items():
                 rate = 1.0 if name == "wte" else self.table_rate
                 rmsprop.step(fraction * peaks[0] * rate)
-            for group, peak in zip(groups, peaks, strict=True):
-                group["lr"] = peak
         self.scaler.update(finite)
         for parameter in params:
             parameter.grad = None

@@ -1,6 +1,7 @@
 """The loss scaler against PyTorch's, and parameters that another optimizer trains."""
 
 import random
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -120,6 +121,18 @@ def test_a_scheduler_of_pytorch_sets_the_rates_of_adamw_and_of_rows():
                 rates.step()
         models.append({**model.state_dict(), **probe.state_dict()})
     torch.testing.assert_close(*models)
+
+
+def test_a_step_that_is_interrupted_leaves_the_rates(monkeypatch):
+    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+    settings = Settings(model=model.config)
+    optimizer = Optimizer(model, settings)
+    monkeypatch.setattr(optimizer.adamw, "step", Mock(side_effect=KeyboardInterrupt))
+    ids = torch.randint(9, (2, 5))
+    model(ids, ids)[1].backward()
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step(fraction=0.1)
+    assert optimizer.state_dict()["adamw"]["rates"] == [settings.learning_rate] * 2
 
 
 def test_a_head_that_is_tied_by_hand_is_refused():
