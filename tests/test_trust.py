@@ -597,8 +597,10 @@ def test_a_field_that_would_take_forever_to_spell_is_one_line(on_disk, tmp_path)
         endless = [endless, endless]
     saved = {**checkpoint(on_disk), "model": {}, "optimizer": {}}
     path = tmp_path / "ckpt.pt"
+    tables = {**saved["tables"], "crc32": {"x": 1}, "more": endless}
     records = [{**saved, name: endless} for name in ("format", "step")]
-    for record in (endless, *records, {**saved, "args": {"learning_rate": endless}}):
+    records += [{**saved, "args": {name: endless}} for name in ("learning_rate", "ffn")]
+    for record in (endless, *records, {**saved, "tables": tables}):
         torch.save(record, path)
         with user_error(f"^{path}"):
             load_checkpoint(path)

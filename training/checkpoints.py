@@ -288,7 +288,7 @@ def check_fields(checkpoint: dict) -> None:
         require_fields(saved, **OF_TABLES)
         names.append(saved["id"])
         if not {"rows"} <= saved["crc32"].keys() <= {*ARRAYS}:
-            raise Damage(f"its tables are {saved!r:.120}")
+            raise Damage(f"checksums of {list(saved['crc32'])!r:.80}")
     for name in names:
         if not ID.fullmatch(name):
             raise Damage(f"tables named {name!r:.40}")

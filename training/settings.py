@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from common import Parser, UserError, add_flags, check_ranges, flag, make_parser
+from common import Parser, UserError, add_flags, check_ranges, check_values, flag, make_parser
 from model import ModelConfig, decoder_class, relatives
 from tables.storage import DTYPES
 from training.batches import parse_mixture
@@ -213,6 +213,7 @@ class Settings:
     @classmethod
     def from_flat(cls, flat: dict) -> "Settings":
         """The inverse of `flat`; what is missing has its default. UserError: a value is wrong."""
+        check_values(ModelConfig, flat)
         config_class = config_class_of(flat.get("ffn", ModelConfig.ffn))
         shape = {f.name: flat[f.name] for f in fields(config_class) if f.name in flat}
         of_run = {name: value for name, value in flat.items() if name not in shape}
