@@ -11,6 +11,17 @@ from model import Decoder, ModelConfig
 from training.optimizer import LossScaler, Optimizer
 from training.settings import Settings
 
+IDS = torch.arange(10).view(2, 5) % 9
+
+
+def small() -> Decoder:
+    torch.manual_seed(0)
+    return Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+
+
+def optimizer_of(model: Decoder, dtype: str = "float32", **settings) -> Optimizer:
+    return Optimizer(model, Settings(model=model.config, **settings), dtype)
+
 
 def test_the_scale_follows_that_of_pytorch(monkeypatch):
     """Also in a run that resumes after each step."""
@@ -37,8 +48,8 @@ def test_the_scale_follows_that_of_pytorch(monkeypatch):
 
 def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_at_zero(monkeypatch):
     """As does what is added to AdamW beside the model."""
-    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-    optimizer = Optimizer(model, Settings(model=model.config, grad_clip=1e-3))
+    model = small()
+    optimizer = optimizer_of(model, grad_clip=1e-3)
     mine = optimizer.adamw.param_groups[0]["params"].pop()
     probe = nn.Parameter(torch.ones(8))
     optimizer.adamw.add_param_group({"params": probe})
@@ -48,8 +59,7 @@ def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_a
         norms.extend([mine.grad.norm(), probe.grad.norm()])
 
     monkeypatch.setattr(optimizer.adamw, "step", step)
-    ids = torch.randint(9, (2, 5))
-    (model(ids, ids)[1] + (model.hidden(ids) @ probe).sum()).backward()
+    (model(IDS, IDS)[1] + (model.hidden(IDS) @ probe).sum()).backward()
     optimizer.step(fraction=1.0)
     assert all(0 < norm < 1e-3 for norm in norms)
     assert mine.grad is probe.grad is None
@@ -60,11 +70,9 @@ def test_gradients_of_a_scaled_loss_are_clipped_and_taken_as_those_of_the_loss(c
     """Steps would not tell: their length hardly depends on the scale. Moments do."""
     states = []
     for dtype in ("float32", "float16"):
-        torch.manual_seed(0)
-        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-        optimizer = Optimizer(model, Settings(model=model.config, grad_clip=clip), dtype)
-        ids = torch.arange(10).view(2, 5) % 9
-        optimizer.scaler.scale(model(ids, ids)[1]).backward()
+        model = small()
+        optimizer = optimizer_of(model, dtype, grad_clip=clip)
+        optimizer.scaler.scale(model(IDS, IDS)[1]).backward()
         norm = optimizer.step(fraction=1.0)
         moments = [state["exp_avg"] for state in optimizer.adamw.state.values()]
         assert all(moment.any() for moment in moments)
@@ -75,27 +83,26 @@ def test_gradients_of_a_scaled_loss_are_clipped_and_taken_as_those_of_the_loss(c
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # PyTorch's own
 def test_a_compiled_model_has_the_tables_of_the_model_in_it():
-    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-    optimizer = Optimizer(torch.compile(model), Settings(model=model.config))
+    optimizer = optimizer_of(torch.compile(small()))
     assert [*optimizer.rmsprops] == ["tables", "wte"]
 
 
 def test_what_is_released_after_the_optimizer_was_made_is_trained():
     """Also by an optimizer that takes over its moments, each for its own parameter."""
-    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
+    model = small()
+    block = model.blocks[0]
     model.blocks[1].scales = nn.Parameter(torch.ones(8, dtype=torch.int8), requires_grad=False)
-    model.blocks[0].requires_grad_(False)
-    optimizer = Optimizer(model, Settings(model=model.config))
-    ids = torch.arange(10).view(2, 5) % 9
+    block.requires_grad_(False)
+    optimizer = optimizer_of(model)
     for is_free in (False, True, False):
-        model.blocks[0].requires_grad_(is_free)
-        before = [weight.clone() for weight in model.blocks[0].parameters()]
-        model(ids, ids)[1].backward()
+        block.requires_grad_(is_free)
+        before = [weight.clone() for weight in block.parameters()]
+        model(IDS, IDS)[1].backward()
         optimizer.step(fraction=1.0)
-        for weight, old in zip(model.blocks[0].parameters(), before, strict=True):
+        for weight, old in zip(block.parameters(), before, strict=True):
             assert torch.equal(weight, old) != is_free
-    model.blocks[0].requires_grad_(True)
-    other = Optimizer(model, Settings(model=model.config))
+    block.requires_grad_(True)
+    other = optimizer_of(model)
     other.load_state_dict(optimizer.state_dict())
     assert optimizer.adamw.state
     for weight, state in optimizer.adamw.state.items():
@@ -103,80 +110,58 @@ def test_what_is_released_after_the_optimizer_was_made_is_trained():
 
 
 def test_a_scheduler_of_pytorch_sets_the_rates_of_adamw_and_of_rows():
-    """As a fraction of the peak does. A group of one's own has a rate of its own."""
-    models, factors = [], (0.5, 0.25, 0.125)
-    for scheduled in (True, False):
-        torch.manual_seed(0)
-        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-        probe = nn.Linear(8, 1)
-        optimizer = Optimizer(model, Settings(model=model.config))
-        optimizer.adamw.add_param_group({"params": probe.parameters(), "lr": 1.0})
-        if scheduled:
-            rates = torch.optim.lr_scheduler.LambdaLR(optimizer.adamw, lambda n: 0.5 ** (n + 1))
-        for factor in factors:
-            ids = torch.arange(10).view(2, 5) % 9
-            (model(ids, ids)[1] + probe(model.hidden(ids)).sum()).backward()
-            optimizer.step(fraction=1.0 if scheduled else factor)
-            if scheduled:
-                rates.step()
+    """As a fraction of the peak does, and where it goes on after three steps were saved. A group of
+    one's own has a rate of its own."""
+    models = []
+    for way in ("fraction", "scheduler", "resumed"):
+        model, probe = small(), nn.Linear(8, 1)
+
+        def made(model=model, probe=probe):
+            optimizer = optimizer_of(model)
+            optimizer.adamw.add_param_group({"params": probe.parameters(), "lr": 1.0})
+            return optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer.adamw, 0.5)
+
+        optimizer, scheduler = made()
+        for step in range(6):
+            if way == "resumed" and step == 3:
+                old = optimizer, scheduler
+                optimizer, scheduler = made()
+                optimizer.load_state_dict(old[0].state_dict())
+                scheduler.load_state_dict(old[1].state_dict())
+            (model(IDS, IDS)[1] + probe(model.hidden(IDS)).sum()).backward()
+            optimizer.step(fraction=0.5**step if way == "fraction" else 1.0)
+            if way != "fraction":
+                scheduler.step()
         models.append({**model.state_dict(), **probe.state_dict()})
-    torch.testing.assert_close(*models)
+    for scheduled in models[1:]:
+        torch.testing.assert_close(models[0], scheduled, rtol=0, atol=0)
 
 
 def test_a_step_that_is_interrupted_leaves_the_rates(monkeypatch):
-    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-    settings = Settings(model=model.config)
-    optimizer = Optimizer(model, settings)
+    model = small()
+    optimizer = optimizer_of(model, learning_rate=0.3)
     monkeypatch.setattr(optimizer.adamw, "step", Mock(side_effect=KeyboardInterrupt))
-    ids = torch.randint(9, (2, 5))
-    model(ids, ids)[1].backward()
+    model(IDS, IDS)[1].backward()
     with pytest.raises(KeyboardInterrupt):
         optimizer.step(fraction=0.1)
-    assert optimizer.state_dict()["adamw"]["rates"] == [settings.learning_rate] * 2
+    assert optimizer.state_dict()["adamw"]["rates"] == [0.3, 0.3]
 
 
 def test_a_head_that_is_tied_by_hand_is_refused():
     """As a table of rows, it would be trained as an embedding alone."""
-    for part in ("head", "wte"):
-        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-        if part == "head":
-            model.head.weight = model.wte.weight[0]
-        else:
-            model.wte.weight[0] = model.head.weight
+    one, other = small(), small()
+    one.head.weight = one.wte.weight[0]
+    other.wte.weight[0] = other.head.weight
+    for model in (one, other):
         with pytest.raises(AssertionError, match="tie_head"):
-            Optimizer(model, Settings(model=model.config))
-
-
-def test_a_scheduler_of_pytorch_goes_on_where_it_was_saved():
-    """Also one that multiplies the rate that it finds."""
-    ids = torch.arange(10).view(2, 5) % 9
-    models = []
-    for is_resumed in (False, True):
-        torch.manual_seed(0)
-        model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-        optimizer = Optimizer(model, Settings(model=model.config))
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.adamw, 0.5)
-        for step in range(6):
-            if is_resumed and step == 3:
-                saved = optimizer.state_dict(), scheduler.state_dict()
-                optimizer = Optimizer(model, Settings(model=model.config))
-                scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer.adamw, 0.5)
-                optimizer.load_state_dict(saved[0])
-                scheduler.load_state_dict(saved[1])
-            model(ids, ids)[1].backward()
-            optimizer.step(fraction=1.0)
-            scheduler.step()
-        models.append(model.state_dict())
-    torch.testing.assert_close(*models, rtol=0, atol=0)
+            optimizer_of(model)
 
 
 def test_what_adamw_cannot_train_is_not_left_out():
     """Complex numbers."""
-    model = Decoder(ModelConfig(9, n_layer=2, n_head=1, n_embd=8))
-    turn = nn.Parameter(torch.ones(8, dtype=torch.complex64))
-    model.blocks[0].register_parameter("turn", turn)
-    ids = torch.arange(10).view(2, 5) % 9
+    model = small()
+    model.turn = nn.Parameter(torch.ones(8, dtype=torch.complex64))
     with pytest.raises(RuntimeError, match="floating point"):
-        optimizer = Optimizer(model, Settings(model=model.config))
-        (model(ids, ids)[1] + turn.abs().sum()).backward()
+        optimizer = optimizer_of(model)
+        (model(IDS, IDS)[1] + model.turn.abs().sum()).backward()
         optimizer.step(fraction=1.0)
