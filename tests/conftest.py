@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -444,6 +445,15 @@ def rising(data, tmp_path) -> Path:
 def out(on_disk, tmp_path) -> Path:
     """A copy of it."""
     return shutil.copytree(on_disk, tmp_path / "out")
+
+
+def peak(work: Callable[[], None]) -> int:
+    """The most memory that Python has while it works, in bytes."""
+    tracemalloc.start()
+    work()
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return most
 
 
 class Largest(TorchDispatchMode):

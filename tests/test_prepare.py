@@ -2,7 +2,6 @@
 
 import os
 import time
-import tracemalloc
 from collections import Counter, deque
 from functools import partial
 from multiprocessing import get_context
@@ -17,6 +16,7 @@ from conftest import (
     command,
     contents,
     flags,
+    peak,
     refused,
     says,
     user_error,
@@ -482,15 +482,6 @@ def test_the_tokenizer_is_trained_on_a_bounded_sample(tmp_path, monkeypatch):
     from_files(tmp_path, path)
     learned = read_tokenizer(tmp_path, read_meta(tmp_path)).token_byte_values()
     assert len({token[0] for token in learned if len(token) > 1}) == 1
-
-
-def peak(work) -> int:
-    """The most memory that Python has while it works, in bytes."""
-    tracemalloc.start()
-    work()
-    most = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    return most
 
 
 def test_memory_grows_neither_with_files_nor_with_long_documents(tmp_path, encoding, monkeypatch):
