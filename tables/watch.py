@@ -34,7 +34,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.has_optimizer = False  # an optimizer of rows was made, or has taken gradients
-        self.n_read = 0  # lookups since gradients were last forgotten
+        self.n_read = 0  # lookups since gradients began to wait
         # The count of `optimizer_steps` when gradients began to wait (or, in eval() mode, when a
         # loss was first computed). Once they are taken, this is beyond any count.
         self.waiting_since = sys.maxsize
@@ -65,6 +65,7 @@ class Watch:
     def check(self, waiting: bool, may_wait: bool = False) -> None:
         if not waiting:
             self.waiting_since = optimizer_steps
+            self.n_read = 0
         is_fine = may_wait or optimizer_steps <= self.waiting_since
         assert is_fine and self.n_read <= MOST_READS, (
             f"the gradients of {self.n_read} lookups were not taken: {ADVICE} (More micro-batches "
