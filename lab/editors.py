@@ -111,7 +111,7 @@ def add_to_value(model: Decoder, layer: int, positions: Tensor, change: Tensor) 
 @torch.no_grad()
 def trace(model: Decoder, prompts: Tensor, positions: Tensor, answers: Tensor) -> list[float]:
     """How much of the first token of its answer [N] the FFN of each layer restores at a name, where
-    prompts [N, T] are read with the name of the next one: its mean probability with the FFN's
+    prompts [N, T] are read with the name of the previous one: its mean probability with the FFN's
     value from the prompt as it is, less that without. Names are one token, at positions [N].
 
     Causal tracing (ROME, section 2.1) with a name in place of noise, which STEM's rows would not
@@ -273,7 +273,7 @@ class Editor:
                 logits, _ = self.model(ids)  # [N, T, V]
             nats = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction="none")  # [N, T]
             now = logits[after_name].log_softmax(-1)
-            kl = F.kl_div(now, held, reduction="sum", log_target=True)
+            kl = F.kl_div(held, now, reduction="sum", log_target=True)  # of now from held
             decay = (change.norm(dim=1, keepdim=True) / size**2).sum()
             loss = ((nats * share).sum() + KL * kl) / n_text + DECAY * decay
             optimizer.zero_grad()

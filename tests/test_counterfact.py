@@ -10,7 +10,7 @@ import torch
 from conftest import write_briefly
 
 from corpora import countries
-from lab import counterfact
+from lab import counterfact, editors
 from lab.counterfact import (
     Bench,
     Record,
@@ -125,6 +125,34 @@ def test_wanted_changes_let_answers_follow():
     before = nats()
     editor.memit(requests, n_layer=2, weight=0.01, limit=2.0, rate=0.5)
     assert nats() < before - 0.2  # random layers: a name has little to say
+
+
+def test_wanted_changes_minimize_what_rome_minimizes(monkeypatch):
+    """Equation 4, text by text: of the divergence, the changed model's prediction comes first."""
+    monkeypatch.setattr(editors, "VALUE_STEPS", 5)
+    monkeypatch.setattr(editors, "KL", 50.0)
+    editor = an_editor("stem")
+    (request,) = asked(1)
+    found = editor.wanted_changes([request], 1, limit=1.0, rate=0.5)[0]
+    change = torch.zeros(16, requires_grad=True)
+    size = at_names(editor.model, 1, [request], "state").norm()
+    optimizer = torch.optim.Adam([change], 0.5)
+    for _ in range(5):
+        total = editors.DECAY * change.norm() / size**2
+        for prefix in ([], *editor.prefixes):
+            ids = torch.tensor([[*prefix, *request.prompt, *request.answer]])
+            name = torch.tensor([len(prefix) + request.end])
+            q = editor.model(ids)[0][0].log_softmax(-1)
+            with editors.add_to_value(editor.model, 1, name, change[None]):
+                p = editor.model(ids)[0][0].log_softmax(-1)
+            nats = -(p[-3, request.answer[0]] + p[-2, request.answer[1]]) / 2
+            p, q = p[name + 1], q[name + 1]
+            total = total + (nats + 50 * (p.exp() * (p - q)).sum()) / 6
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        change.data *= min(1, size / change.data.norm())
+    torch.testing.assert_close(found, change.detach(), atol=1e-3, rtol=0)
 
 
 def changed(method: str, **how) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
