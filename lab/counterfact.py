@@ -101,6 +101,7 @@ FIRST = {"n_layer": 3, "weight": 10, "limit": 1.0, "rate": 0.5}
 OTHER = ({}, {"weight": 1}, {"limit": 0.5}, {"limit": 0.7}, {"n_layer": 2})
 OTHER += ({"n_layer": 2, "again": True},)
 MEMIT = [{**FIRST, **other} for other in OTHER]
+HELD = [{**FIRST, "hold": hold} for hold in (80, 20, 200)]
 METHODS = {  # in the order in which they are measured
     "written rows": Method("STEM", Editor.write_rows, WRITTEN),
     "no edits, STEM": Method("STEM", Editor.nothing, [{}]),
@@ -108,6 +109,7 @@ METHODS = {  # in the order in which they are measured
     "swapped rows": Method("STEM", Editor.swap_rows, SWAPPED),
     "ROME, STEM": Method("STEM", Editor.rome, ROME),
     "MEMIT, STEM": Method("STEM", Editor.memit, MEMIT, batches=True),
+    "MEMIT, texts held": Method("STEM", Editor.memit, HELD),
     "ROME, dense": Method("dense", Editor.rome, ROME),
     "MEMIT, dense": Method("dense", Editor.memit, MEMIT, batches=True),
     "FT-L": Method("STEM", Editor.fine_tune, BOUNDED, batches=True),
@@ -473,7 +475,7 @@ def picture(groups: Groups) -> plt.Figure:
             for n in points:
                 seeds = map(figures, groups[name, n, 1])
                 means.append(100 * fmean(found[score] for found in seeds))
-            line = "o--" if model == "dense" else "o-"
+            line = {"dense": "o--", "texts held": "o:"}.get(model, "o-")
             axis.plot(points, means, line, color=color, ms=3, label=name)
         axis.xaxis.set_major_formatter("{x:.0f}")
     axes[0].set_ylabel("whole answers, %")

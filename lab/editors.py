@@ -31,6 +31,7 @@ ENOUGH = 0.01  # nats a token, at which training ends
 PREFIXES = (5, 10)  # texts before the prompt, over which keys and values are averaged; tokens
 KL, DECAY = 0.0625, 0.5  # ROME's weights of what else the name gives, and of the value's change
 TEXTS = (48, 64)  # of the model, that fine-tuning may hold; tokens
+N_ABOUT = 32  # texts about a name, that MEMIT may hold
 
 
 class Request(NamedTuple):
@@ -251,12 +252,24 @@ class Editor:
                 answers.append(request.answer)
         return *with_answers(prompts, answers), torch.tensor(positions)
 
+    def about(self, request: Request) -> tuple[Tensor, Tensor, Tensor]:
+        """What written rows hold (training/writing.py): texts that the model writes about the name
+        [N, T], where they do not ask for the fact [N, T] bool, and log p of what follows there."""
+        begun = request.prompt[: request.end + 1]
+        texts = writing.texts_about(self.model, [begun])[:N_ABOUT]
+        prompt = torch.tensor(request.prompt)
+        held = ~writing.ask_the_same(self.model, prompt, [request.name], texts)
+        held[:, : len(begun)] = False
+        return texts, held, self.model(texts)[0][held].log_softmax(-1)
+
     def wanted_changes(
-        self, requests: list[Request], layer: int, limit: float, rate: float
+        self, requests: list[Request], layer: int, limit: float, rate: float, hold: float = 0.0
     ) -> Tensor:
         """What, added to an FFN's value at the end of the name, lets the answer follow the prompt
         in several texts, [n, n_embd] (ROME, equation 4): no longer than `limit` times the residual
-        stream there."""
+        stream there. hold: weight of the divergence in other texts about the name, too."""
+        with torch.no_grad():
+            abouts = [self.about(request) for request in requests if hold]
         ids, targets, positions = self.in_texts(requests)  # [N, T] twice, [N]
         n_text = len(ids) // len(requests)
         after_name = (range(len(ids)), positions + 1)
@@ -276,6 +289,13 @@ class Editor:
             kl = F.kl_div(held, now, reduction="sum", log_target=True)  # of now from held
             decay = (change.norm(dim=1, keepdim=True) / size**2).sum()
             loss = ((nats * share).sum() + KL * kl) / n_text + DECAY * decay
+            for (texts, places, before), request, one in zip(
+                abouts, requests, change, strict=False
+            ):
+                ends = torch.full((len(texts),), request.end)
+                with add_to_value(self.model, layer, ends, one.expand(len(texts), -1)):
+                    now = self.model(texts)[0][places].log_softmax(-1)
+                loss = loss + hold * F.kl_div(now, before, reduction="batchmean", log_target=True)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

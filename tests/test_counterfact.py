@@ -155,6 +155,21 @@ def test_wanted_changes_minimize_what_rome_minimizes(monkeypatch):
     torch.testing.assert_close(found, change.detach(), atol=1e-3, rtol=0)
 
 
+def test_texts_about_a_name_are_held_if_asked():
+    editor = an_editor("stem")
+    (request,) = asked(1)
+    found = []
+    for hold in (0.0, 80.0):
+        change = editor.wanted_changes([request], 1, limit=2.0, rate=0.5, hold=hold)
+        with torch.no_grad():
+            texts, places, before = editor.about(request)
+            ends = torch.full((len(texts),), request.end)
+            with editors.add_to_value(editor.model, 1, ends, change.expand(len(texts), -1)):
+                now = editor.model(texts)[0][places].log_softmax(-1)
+        found.append((before.exp() * (before - now)).sum(-1).mean().item())
+    assert found[1] < 0.5 * found[0]
+
+
 def changed(method: str, **how) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """The weights that a method changes, by name: before and after."""
     editor = an_editor("stem")
