@@ -262,6 +262,17 @@ class Editor:
         held[:, : len(begun)] = False
         return texts, held, self.model(texts)[0][held].log_softmax(-1)
 
+    def divergence(
+        self, about: tuple[Tensor, Tensor, Tensor], layer: int, end: int, change: Tensor
+    ) -> Tensor:
+        """KL from what `about` holds, if `change` [n_embd] is added to a layer's value at the end
+        of the name: the mean over places."""
+        texts, held, before = about
+        ends = torch.full((len(texts),), end)
+        with add_to_value(self.model, layer, ends, change.expand(len(texts), -1)):
+            now = self.model(texts)[0][held].log_softmax(-1)
+        return F.kl_div(now, before, reduction="batchmean", log_target=True)
+
     def wanted_changes(
         self, requests: list[Request], layer: int, limit: float, rate: float, hold: float = 0.0
     ) -> Tensor:
@@ -289,13 +300,8 @@ class Editor:
             kl = F.kl_div(held, now, reduction="sum", log_target=True)  # of now from held
             decay = (change.norm(dim=1, keepdim=True) / size**2).sum()
             loss = ((nats * share).sum() + KL * kl) / n_text + DECAY * decay
-            for (texts, places, before), request, one in zip(
-                abouts, requests, change, strict=False
-            ):
-                ends = torch.full((len(texts),), request.end)
-                with add_to_value(self.model, layer, ends, one.expand(len(texts), -1)):
-                    now = self.model(texts)[0][places].log_softmax(-1)
-                loss = loss + hold * F.kl_div(now, before, reduction="batchmean", log_target=True)
+            for about, request, one in zip(abouts, requests, change, strict=False):  # if any
+                loss = loss + hold * self.divergence(about, layer, request.end, one)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
