@@ -2,7 +2,8 @@
 is a function of an `Experiment`, which prints tables and may draw <out_dir>/<question>.png.
 
 A run is found again by its settings, its data and its kind's files in relatives/, a figure by its
-run. After any other change of the code, --fresh begins anew.
+run. After any other change of the code, --fresh begins anew. A note says so if it is one of the
+files that all models are made of.
 
 A question of one's own names kinds, as flags of train.py. It takes what `train` leaves of each, a
 folder for each seed, to a row of a table:
@@ -30,6 +31,7 @@ from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import redirect_stdout
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +47,7 @@ from text.dataset import read_meta
 from text.download import MOBY_DICK
 from train import resolve_settings, train
 from training.checkpoints import load_model
-from training.digests import digests
+from training.digests import CORE, digests
 from training.records import read_run
 from training.settings import RESUMABLE_FLAGS, device_flag
 
@@ -155,7 +157,8 @@ class Experiment:
         settings = resolve_settings(**every).flat()
         for name in set(RESUMABLE_FLAGS) - {"dtype"}:
             settings.pop(name)  # changes no result
-        settings["relatives"] = digests(settings["ffn"], settings["attention"])
+        files = digests(settings["ffn"], settings["attention"])
+        settings["relatives"] = {name: files[name] for name in files if name not in CORE}
         distinct = json.dumps([settings, read_meta(data_dir)], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
@@ -181,6 +184,7 @@ class Experiment:
                 folder = self.folder(with_seed)
                 folders[name].append(folder)
                 if (folder / "loss.png").exists() or diverged(folder):
+                    note_changes(folder)
                     continue
                 if (folder / "ckpt.pt").exists():
                     waiting[folder] = {"resume": True}
@@ -211,6 +215,20 @@ class Experiment:
         path = self.out_dir / f"{name}.png"
         save_figure(figure, path)
         print(f"\nwrote {path}")
+
+
+def note_changes(folder: Path) -> None:
+    """Say if a file of CORE has changed since a run was trained."""
+    then = last_start(read_run(folder)).get("files") or {}
+    now = digests("dense", "full")
+    changed = [name for name in CORE if name in then and then[name] != now[name]]
+    if changed:
+        say_once(f"{', '.join(changed)} changed since kept runs were trained: --fresh begins anew")
+
+
+@cache
+def say_once(note: str) -> None:
+    print(f"note: {note}", file=sys.stderr)
 
 
 def last_start(run: Run) -> dict:

@@ -28,10 +28,10 @@ def runs(folders: list[Path], out: Path) -> None:
     if len({json.dumps(judged_on(start)) for start in starts}) > 1:
         same = "text, tokenizer, --block_size and --eval_tokens"
         print(f"\nnote: not all have the same {same}, so losses are of different tokens")
-    files = {pair for start in starts for pair in (start.get("relatives") or {}).items()}
+    files = {pair for start in starts for pair in (start.get("files") or {}).items()}
     for name, n in Counter(name for name, _ in files).items():
         if n > 1:
-            print(f"\nnote: relatives/{name}.py changed between these runs")
+            print(f"\nnote: {name} changed between these runs")
     draw(groups, out)
     print(f"\n{MEANING}, as are the bars in the picture\n\nwrote {out}")
 
@@ -74,7 +74,7 @@ def compared(run: Run) -> list:
         if args not in settings[-1:]:  # else it was only interrupted
             settings.append(args)
     start = last_start(run)
-    return [settings, start["data"], start.get("relatives")]
+    return [settings, start["data"], start.get("files")]
 
 
 def row(name: str, group: list[Run]) -> dict[str, str]:

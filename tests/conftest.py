@@ -32,6 +32,7 @@ from model import Decoder
 from text.dataset import read_meta, read_tokenizer
 from training import report, writing
 from training.checkpoints import load_checkpoint
+from training.digests import CORE
 from training.records import read_run
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
@@ -122,6 +123,15 @@ def put_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str
     sys.modules.pop(f"relatives.{name}", None)
     importlib.invalidate_caches()
     return path
+
+
+def edit_core(patch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
+    """Change a file of all models, in a copy of them that digests are taken of."""
+    for core in CORE:
+        shutil.copy(ROOT / core, folder)
+    with open(folder / name, "a") as file:
+        file.write("# changed\n")
+    patch.setattr(model, "__file__", str(folder / "model.py"))
 
 
 def small_run(data: Path | str, out: Path, **more) -> Path:

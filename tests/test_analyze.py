@@ -20,6 +20,7 @@ from conftest import (
     RUN,
     change_json,
     command,
+    edit_core,
     losses,
     refused,
     small_run,
@@ -138,6 +139,10 @@ def test_every_question_has_a_table_of_figures_that_are_measured_once(tmp_path, 
     for figure in (tmp_path / "quick/figures/geometry").iterdir():
         figure.write_text('{"1": [77.0, 78.0]}')
     assert "| 77.000 | 78.000 |" in ask("geometry")
+    edit_core(monkeypatch, tmp_path, "stem.py")
+    note = "note: stem.py changed since kept runs were trained: --fresh"
+    kept = command("lab/analyze.py --quick --device cpu", *folders, "geometry")
+    assert note in kept.stderr and kept.stdout != first
     assert ask("geometry", "--fresh") == first
     assert picture.exists() and not (tmp_path / "quick/figures/edits-32").exists()
 

@@ -22,6 +22,7 @@ from conftest import (
     ROOT,
     SMALL,
     command,
+    edit_core,
     flags,
     put_relative,
     refused,
@@ -163,6 +164,24 @@ def test_a_file_that_changed_since_is_named(right, data, tmp_path, monkeypatch, 
         "| 1",
         "| 2",
     ]
+
+
+def test_a_file_of_all_models_that_changed_is_named_too(data, tmp_path, monkeypatch, capsys):
+    """Runs before and after are no samples of one model, though they differ in the seed alone."""
+    first = small_run(data, tmp_path / "first", max_iters=1, seed=1)
+    edit_core(monkeypatch, tmp_path, "stem.py")
+    second = small_run(data, tmp_path / "second", max_iters=1, seed=2)
+    capsys.readouterr()
+    load_model(second, CPU)
+    assert not capsys.readouterr().err
+    load_model(first, CPU)
+    assert capsys.readouterr().err == (
+        f"note: stem.py has changed since {first}/ckpt.pt was written\n"
+    )
+    runs([first, second], tmp_path / "runs.png")
+    said = capsys.readouterr().out
+    assert "note: stem.py changed between these runs" in said
+    assert "| first" in said and "| second" in said
 
 
 CONFIG = """

@@ -57,7 +57,7 @@ FIELDS = dict(
     model=dict[str, Tensor],
     tokenizer=str,
     args=dict[str, Any],
-    relatives=dict[str, str],
+    files=dict[str, str],
     tables=dict[str, Any] | None,
     replaced=str | None,
     own_tables=type(None),  # earlier, the name of a kind that no file of ours had
@@ -144,7 +144,7 @@ def save_checkpoint(
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
-        "relatives": digests(model.config.ffn, model.config.attention),
+        "files": digests(model.config.ffn, model.config.attention),
         **state,
     }
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)
@@ -265,7 +265,7 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         if found != FORMAT:
             ours = "no checkpoint of training.checkpoints.save_checkpoint"
             raise Damage(f"or {ours}: its format is {found!r:.40}, not {FORMAT}")
-        checkpoint = {"edits": [], **checkpoint}
+        checkpoint = {"edits": [], "files": {}, **checkpoint}
         if "optimizer" not in checkpoint:  # it need not be a run's
             checkpoint = {"step": 0, "data": [], **checkpoint}
         check_fields(checkpoint)
@@ -300,12 +300,11 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     reads all of them."""
     checkpoint = read_checkpoint(path, verify=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
-    then = checkpoint["relatives"]
+    then = checkpoint["files"]
     now = digests(checkpoint["config"].ffn, checkpoint["config"].attention)
-    for name in sorted({*then, *now}):
-        if then.get(name) != now.get(name):
-            note = f"note: relatives/{name}.py has changed since {path} was written"
-            print(shown(note), file=sys.stderr)
+    for name in sorted(then):
+        if then[name] != now.get(name):
+            print(shown(f"note: {name} has changed since {path} was written"), file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
             if not name.startswith("tables.") and not all_finite(weight):

@@ -1,23 +1,30 @@
-"""Which files of relatives/ a model is made of."""
+"""Which files of code a model is made of, by their digests: what was trained with one formula is
+another model with the next."""
 
 import ast
 import hashlib
+from pathlib import Path
 
 import model
 
+CORE = ("model.py", "stem.py", "embformer.py")  # of all models
+
 
 def digests(ffn: str, attention: str) -> dict[str, str]:
-    """The digest of each file of relatives/ that kinds of --ffn and --attention are made of: their
-    own, if they have one, and what it imports from there."""
-    found: dict[str, str] = {}
+    """The digest of each file by its path: of CORE, and of the files of relatives/ that kinds of
+    --ffn and --attention are made of, their own, if they have one, and what it imports from
+    there."""
+    root = Path(model.__file__).parent
+    found = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in CORE}
     waiting = [ffn, *(kind.partition(":")[0] for kind in attention.split(","))]
     while waiting:
         name = waiting.pop()
         path = model.RELATIVES / f"{name}.py"
-        if name in found or not path.exists():
+        shown = f"relatives/{name}.py"
+        if shown in found or not path.exists():
             continue
         code = path.read_bytes()
-        found[name] = hashlib.sha256(code).hexdigest()
+        found[shown] = hashlib.sha256(code).hexdigest()
         for node in ast.walk(ast.parse(code, str(path))):
             # Whatever an import names: what is no file of relatives/ is passed over above.
             if isinstance(node, (ast.Import, ast.ImportFrom)):

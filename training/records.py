@@ -28,7 +28,7 @@ FIELDS = {
         args=dict(ffn=str, stem_layers=str, learning_rate=float, batch_size=int, block_size=int),
         sizes=dict(total=int, active=int, flops_per_token=float),
         data=list,
-        relatives=dict[str, str] | None,
+        files=dict[str, str] | None,
     ),
     "step": dict(step=int, train_loss=float, grad_norm=float, tok_per_s=float),
     "eval": dict(step=int, val_loss=float),
