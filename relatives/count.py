@@ -28,9 +28,11 @@ class Config(bigram.Config):
 
 
 class Decoder(bigram.Decoder):
-    """Differs: the mean is weighted by the counts. A pair keeps `n_next` tokens, the rarest of
-    which gives its place and its count to a new one (Space-Saving: Metwally et al., 2005); of
-    several new ones in a step, one gets in. Of several GPUs, each counts what it reads."""
+    """Differs: COUNT counts a corpus before training, looks up the longest n-grams that it knows,
+    and adds the mean once, to the token's embedding. Here the mean is weighted by the counts, there
+    by scores of them. A pair keeps `n_next` tokens, the rarest of which gives its place and its
+    count to a new one (Space-Saving: Metwally et al., 2005); of several new ones in a step, one
+    gets in. Of several GPUs, each counts what it reads."""
 
     config_class = Config
 

@@ -32,12 +32,13 @@ class Config(ngrams.Config):
 
 
 class Engram(nn.Module):
-    """Section 2.3:
+    """Section 2.3, and the root of its code (engram_demo_v1.py), where the paper has sigmoid(r):
 
         r = norm(x) . norm(W_K e) / sqrt(n_embd)
         y = sigmoid(s) W_V e,   s = sign(r) sqrt(|r|)
 
-    Differs: no short convolution after it (nor has DeepSeek-V4.1); no biases."""
+    Differs: one residual stream, not four with a W_K each (section 2.4); no short convolution after
+    it and no biases (nor has DeepSeek-V4.1)."""
 
     def __init__(self, config: Config, d_out: int) -> None:
         super().__init__()
