@@ -2,6 +2,10 @@
 arXiv 2606.02780). They would need no cache but the token ids. FFNs are dense.
 
     v = V_l[t]         in the last third of the layers
+
+Differs: no learned coefficient of each layer, g_l V_l[t], which begins at 1; rows begin as noise,
+the paper's as W_V norm(wte[t]), with the W_V that they replace; a third of the layers is rounded
+down, in its code up.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@ hash embedding: K. Jordan et al., repository modded-nanogpt, 2026). FFNs are den
 
     x + w_l e,  e: the row of the last two tokens, the same in every layer
 
-As there, rows begin at zero and w_l at 0.1. Differs: Engram's hash (ngrams.py), and no random signs
-that tell apart pairs which share a row.
+As there at first (93f0e6b), rows begin at zero and w_l at 0.1. Differs: Engram's hash (ngrams.py);
+of later versions, no gates for w_l, and no random signs that tell apart pairs which share a row.
 """
 
 from dataclasses import dataclass

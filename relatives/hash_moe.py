@@ -25,7 +25,10 @@ class HashMoEFFN(Experts):
     """A "random hash" of the token id (section 3.1). With top_k above 1 the hidden units come in
     top_k segments, each by a hash of its own out of n_expert / top_k (section 3.2, "MultiHash").
 
-    Differs: SwiGLU for the ReLU FFN; every expert has equally many ids."""
+    Differs: SwiGLU without biases for the ReLU FFN; every expert has equally many ids; experts are
+    in every layer, not in one or a few. MultiHash cuts the second matrix by its outputs, each of
+    which reads all hidden units; here a segment has its own hidden units alone, and outputs are
+    summed."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

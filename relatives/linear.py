@@ -5,7 +5,8 @@ The Embformer note names it as future work: keys and values are rows there as we
     f(x) = elu(x) + 1,   R_i: the rotation at position i
     y_i  = sum_j (R_i f(q_i) . R_j f(k_j)) v_j / sum_j f(q_i) . f(k_j)        over j <= i
 
-Sums over earlier tokens are a state: that of R_j f(k_j) v_j^T, and that of f(k_j).
+Sums over earlier tokens are a state: that of R_j f(k_j) v_j^T, and that of f(k_j). Differs: nothing
+is added to the denominator (1e-6 in the authors' code, repository fast-transformers).
 """
 
 import torch

@@ -12,7 +12,10 @@ from relatives import bank
 
 
 class MemoryQKV(bank.BankQKV):
-    """Keys before they are rotated; the norm is of each head, without a scale."""
+    """Keys before they are rotated; the norm is of each head.
+
+    Differs from the author's code (repository memory-attention): the norm has no learned scale,
+    and its epsilon is that of the others, not 1e-5; the first layer keeps its W_v."""
 
     def values(self, rows: Tensor, k: Tensor) -> Tensor:
         return k + F.rms_norm(rows, rows.shape[-1:], eps=self.norm_eps)

@@ -68,10 +68,12 @@ class MoEFFN(Experts):
         auxiliary_loss = balance * n_expert * sum_i f_i mean(p_i)
 
     with f_i the share of choices that fell on expert i (Switch Transformers, Fedus et al., 2021,
-    equations 4 to 6). Even load gives `balance`.
+    equations 4 to 6). Even load gives `balance`; in transformers' Mixtral top_k times as much, once
+    for all layers.
 
     Differs: no capacity per expert, so no token is dropped (as in MegaBlocks, Gale et al., 2022);
-    no noise in the router, no shared expert."""
+    no noise in the router, no shared expert. With top_k 1 the weight is 1, so that the router
+    learns from the auxiliary loss alone: Switch Transformers weights by p_i."""
 
     auxiliary_loss: Tensor | None = None  # of the last forward pass in training
 

@@ -28,9 +28,9 @@ class ProductKeyMemory(nn.Module):
     The best sums are made of the best halves: n_key scores of each half and top_k^2 sums find them.
     Every head has its keys, all share the values.
 
-    Differs: RMS norm of queries, as the paper's batch norm would let a token see others; values
-    learn at the rate of all the rest; it is the FFN of every layer, not of one or two. FLOPs:
-    queries are as wide as makes them the dense FFN's."""
+    Differs: RMS norm of each half of a query, as the paper's batch norm would let a token see
+    others; no biases; values learn at the rate of all the rest; it is the FFN of every layer, not
+    of one or two. FLOPs: queries are as wide as makes them the dense FFN's."""
 
     row_width = 0
 

@@ -2,6 +2,8 @@
 
 Keys of Embformer are rows of their own tokens, which do not know what came before: it cannot find
 `B` after an earlier `A` from `A` alone. With a key of the token before, a query for `A` finds `B`.
+It is our own. Repository modded-nanogpt (2025) moves half of the channels of all heads, those that
+positions do not rotate, in some layers.
 """
 
 import torch

@@ -21,7 +21,10 @@ class Config(model.ModelConfig):
 
 
 class ValueQKV(model.LinearQKV):
-    """Differs: nanochat's gate reads 12 channels of x."""
+    """Differs: modded-nanogpt began with `(1 - w_l) v + w_l V_l[t]` and 0.5, here w_l begins at 1.
+    nanochat's gate reads 12 channels of x and begins near 1.5, as `3 sigmoid` (`2 sigmoid` until
+    March 2026); that of modded-nanogpt today reads 6 of x and 6 of the row. nanochat's tables are
+    in the last layer, and in every second one before it."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)

@@ -1,5 +1,6 @@
-"""--attention window:64: attention to the last 64 tokens, the token itself included, whose cost
-does not grow with the square of the length. By layer, and repeated: window:64,window:64,full."""
+"""--attention window:64: attention to the last 64 tokens, the token itself included, as in Mistral
+7B (Jiang et al., arXiv 2310.06825, section 2), whose cost does not grow with the square of the
+length. By layer, and repeated: window:64,window:64,full."""
 
 import torch
 import torch.nn.functional as F
