@@ -1,13 +1,15 @@
 """Are these the originals' models? Ours beside the authors' code, with the same weights:
 
-    pip install "transformers==4.53.*"                          # for --llama and --embformer
+    pip install "transformers==4.53.*" sympy                    # not for --stem; sympy: --engram
     git clone https://github.com/HighCWu/embformer ../embformer
     git clone https://github.com/Infini-AI-Lab/STEM ../STEM
-    python tests/originals.py --llama --embformer ../embformer --stem ../STEM
+    git clone https://github.com/deepseek-ai/Engram ../Engram
+    python tests/originals.py --llama --embformer ../embformer --stem ../STEM --engram ../Engram
 
-Each of the three can be asked for alone. Compared are logits, cached decoding, the loss and the
+Each of the four can be asked for alone. Compared are logits, cached decoding, the loss and the
 gradient of every weight (of table rows, too), in float32 and in float64, and the logits of what
-convert.py makes of a folder that the authors' code saves. Prints a Markdown table,
+convert.py makes of a folder that the authors' code saves. Engram's code is no whole model: compared
+are addresses of rows, the memory's output, and gradients. Prints a Markdown table,
 and ends with exit code 1 if anything differs by more than rounding. docs/originals.md has the
 table, and what differs on purpose: defaults and training, not models.
 """
@@ -31,9 +33,9 @@ from torch.overrides import TorchFunctionMode
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from common import UserError, make_parser, run
-from model import Decoder, ModelConfig
+from model import Decoder, ModelConfig, decoder_class
 from tables.tables import Tables
-from training.huggingface import read_model
+from training.huggingface import KINDS, read_model
 
 B, T, PROMPT = 3, 24, 9  # of T tokens, decoding reads PROMPT at once, then one by one
 # One shape, in three languages.
@@ -197,7 +199,7 @@ def compare(ours: Decoder, original: Original) -> dict[str, float]:
     theirs = dict(original.model.named_parameters())
     for name, grad in grads.items():
         found[f"gradient of {name}"] = difference(grad, theirs[name].grad)
-    if original.names is HUGGING_FACE:
+    if original.names is HUGGING_FACE and original.model.config.model_type in KINDS:
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():
             original.model.save_pretrained(folder)
             opened, *_ = read_model(Path(folder))
@@ -223,7 +225,7 @@ class Throughout(TorchFunctionMode):
 # --- the originals ---
 
 
-def hugging_face(title: str, config: ModelConfig, shape: type, kind: type) -> Original:
+def hugging_face(title: str, config: ModelConfig, shape: Callable, kind: type) -> Original:
     """A model with transformers' interface."""
     from transformers import DynamicCache
 
@@ -268,6 +270,15 @@ def qwen2() -> Original:
     config = ModelConfig(**SHAPE, n_kv_head=2, ffn="dense", tie_head=True, attention="qkvbias")
     title = f"Qwen2 (transformers {hf.__version__})"
     return hugging_face(title, config, hf.Qwen2Config, hf.Qwen2ForCausalLM)
+
+
+def mistral() -> Original:
+    import transformers as hf
+
+    config = ModelConfig(**SHAPE, n_kv_head=2, ffn="dense", tie_head=False, attention="window:5")
+    title = f"Mistral (transformers {hf.__version__}), a window of 5 tokens"
+    shape = partial(hf.MistralConfig, sliding_window=5)
+    return hugging_face(title, config, shape, hf.MistralForCausalLM)
 
 
 def embformer(folder: Path) -> Original:
@@ -333,6 +344,57 @@ def stem(folder: Path, layers: str) -> Original:
     )
 
 
+def engram(folder: Path) -> tuple[str, dict[str, float]]:
+    """Its memory alone, on one stream, without biases and convolution. Of ids as they are: its
+    tokenizer would be downloaded, and gives several tokens one id."""
+    sys.path.insert(0, str(folder))
+    import engram_demo_v1 as demo
+
+    vocab_size, width, n_row = SHAPE["vocab_size"], SHAPE["n_embd"], 101
+    ids_as_they_are = MagicMock(side_effect=lambda ids: ids, lookup_table=range(vocab_size))
+    ids_as_they_are.__len__.return_value = vocab_size
+    demo.CompressedTokenizer = lambda tokenizer_name_or_path: ids_as_they_are
+    shape = demo.engram_cfg
+    shape.layer_ids, shape.pad_id, shape.engram_vocab_size = [1], 0, [n_row, n_row]
+    shape.n_head_per_ngram, shape.n_embed_per_ngram = 4, width // 2
+    demo.backbone_config.hidden_size, demo.backbone_config.hc_mult = width, 1
+    torch.manual_seed(0)
+    theirs = demo.Engram(1)
+    for weight in theirs.parameters():
+        nn.init.normal_(weight, std=0.3)
+    pairs = {  # our names
+        "query_norm": theirs.norm2[0],
+        "key_norm": theirs.norm1[0],
+        "key": theirs.key_projs[0],
+        "value": theirs.value_proj,
+    }
+    for zeros in (pairs["key"].bias, pairs["value"].bias, theirs.short_conv.conv.weight):
+        nn.init.zeros_(zeros)
+
+    config_class = decoder_class("engram").config_class
+    eps = torch.finfo(torch.get_default_dtype()).eps  # its own
+    options = dict(ffn="engram", stem_layers="1", ngram_rows=n_row, norm_eps=eps)
+    decoder = decoder_class("engram")(config_class(**SHAPE, **options))
+    ours = decoder.blocks[1].memory
+    ours.load_state_dict({f"{name}.weight": there.weight for name, there in pairs.items()})
+    table = theirs.multi_head_embedding
+    decoder.tables.weight[0].data.copy_(table.embedding.weight.data)
+
+    ids = torch.randint(vocab_size, (B, T))
+    x = torch.randn(B, T, width)
+    addresses = decoder.addresses(ids, T)  # [B, T, n_address]
+    hashes = torch.from_numpy(theirs.hash_mapping.hash(ids)[1]) + table.offsets
+    y = ours(x, next(decoder.layer_rows(addresses)))
+    its_y = theirs(x[:, :, None], ids)[:, :, 0]  # [B, T, streams, n_embd] there
+    y.square().sum().backward()
+    its_y.square().sum().backward()
+    found = {"addresses": difference(addresses, hashes), "output": difference(y, its_y)}
+    for name, there in pairs.items():
+        mine = ours.get_submodule(name).weight.grad
+        found[f"gradient of {name}"] = difference(mine, there.weight.grad)
+    return f"Engram ({commit(folder)}), memory and addresses", found
+
+
 def commit(folder: Path) -> str:
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty", "--exclude=*"]
     return subprocess.check_output(command, text=True).strip()
@@ -341,22 +403,26 @@ def commit(folder: Path) -> str:
 # --- the command ---
 
 
-def report(builders: list[Callable[[], Original]]) -> None:
+def whole(build: Callable[[], Original]) -> tuple[str, dict[str, float]]:
+    original = build()
+    return original.title, compare(counterpart(original), original)
+
+
+def report(comparisons: list[Callable[[], tuple[str, dict[str, float]]]]) -> None:
     """Print the table. UserError: not everything is equal but for rounding."""
     beyond = []
     print("| original | largest relative difference: float32 | float64 |\n|---|---|---|")
-    for build in builders:
+    for comparison in comparisons:
         largest = []
         for dtype in (torch.float32, torch.float64):
             torch.set_default_dtype(dtype)
             with Throughout():
-                original = build()
-                found = compare(counterpart(original), original)
+                title, found = comparison()
             largest.append(f"{max(found.values()):.0e}")
             for what, relative in found.items():
                 if not relative <= TOLERANCE * torch.finfo(dtype).eps:  # NaN is more
-                    beyond.append(f"{what} of {original.title} by {relative:.0e} in {dtype}")
-        print("|", " | ".join([original.title, *largest]), "|")
+                    beyond.append(f"{what} of {title} by {relative:.0e} in {dtype}")
+        print("|", " | ".join([title, *largest]), "|")
     if beyond:
         raise UserError(f"{len(beyond)} differ beyond rounding: {beyond[0]}")
 
@@ -366,20 +432,24 @@ def main() -> None:
     parser.add_argument("--llama", action="store_true", help="compare dense models")
     parser.add_argument("--embformer", type=Path, metavar="DIR", help="clone of the author's code")
     parser.add_argument("--stem", type=Path, metavar="DIR", help="clone of the authors' code")
+    parser.add_argument("--engram", type=Path, metavar="DIR", help="clone of the authors' code")
     args = parser.parse_args()
     sys.dont_write_bytecode = True  # into their folders
     builders = []
     if args.llama:
         builders.append(partial(llama, "tied head", n_kv_head=4, tie_head=True))
         separate = partial(llama, "separate head, grouped queries", n_kv_head=2, tie_head=False)
-        builders += [separate, qwen2, qwen3]
+        builders += [separate, qwen2, qwen3, mistral]
     if args.embformer:
         builders.append(partial(embformer, args.embformer))
     if args.stem:
         builders += [partial(stem, args.stem, layers) for layers in ("all", "third")]
-    if not builders:
-        parser.error("name at least one of --llama, --embformer DIR, --stem DIR")
-    report(builders)
+    comparisons = [partial(whole, build) for build in builders]
+    if args.engram:
+        comparisons.append(partial(engram, args.engram))
+    if not comparisons:
+        parser.error("name at least one of --llama, --embformer DIR, --stem DIR, --engram DIR")
+    report(comparisons)
 
 
 if __name__ == "__main__":
