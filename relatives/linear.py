@@ -5,8 +5,8 @@ The Embformer note names it as future work: keys and values are rows there as we
     f(x) = elu(x) + 1,   R_i: the rotation at position i
     y_i  = sum_j (R_i f(q_i) . R_j f(k_j)) v_j / sum_j f(q_i) . f(k_j)        over j <= i
 
-Sums over earlier tokens are a state: that of R_j f(k_j) v_j^T, and that of f(k_j). Differs: nothing
-is added to the denominator (1e-6 in the authors' code, repository fast-transformers).
+Sums over earlier tokens are a state: that of R_j f(k_j) v_j^T, and that of f(k_j). Differs: the
+denominator is at least 1e-6; the authors' code (repository fast-transformers) adds as much.
 """
 
 import torch
@@ -87,7 +87,8 @@ class Attention(model.Attention):
             same = document == last  # as the state
             y = (turned_q @ turned_k.mT * seen) @ v + turned_q @ outer * same
             weights = (q @ k.mT * seen).sum(-1, keepdim=True) + q @ total * same
-            ys.append(y / weights)
+            # Features below exp(-17) are 0 in float32.
+            ys.append(y / weights.clamp_min(1e-6))
             last = document[:, :, -1:]
             stays = document == last
             outer = outer * same[:, :, -1:] + (turned_k * stays).mT @ v

@@ -9,6 +9,7 @@ from conftest import Largest, refused, small_run
 from naive import SIZES, decoder, naive_logits, tokens
 from torch.testing import assert_close
 
+from model import rotary
 from relatives import linear
 from training.decoding import norm_keys
 
@@ -190,3 +191,15 @@ def test_no_pass_waits_for_the_device(attention):
     logits, _ = model(ids, documents=documents_of(ids))
     assert logits.is_meta and logits.shape == (2, 24, 23)
     logits.sum().backward()
+
+
+def test_features_that_round_to_zero_give_zeros():
+    """In float32, elu(x) + 1 is 0 below -17. The authors' code adds to the denominator."""
+    model = decoder(ffn="dense", attention="linear")
+    attention = model.blocks[0].attn
+    attention.qkv.qkv.weight.data.fill_(-1.0)
+    x = torch.ones(1, 5, 32, requires_grad=True)
+    y = attention(x, None, rotary(5, model.config, "cpu"), torch.zeros(1, 5))
+    assert torch.equal(y, torch.zeros(1, 5, 32))
+    y.sum().backward()
+    assert x.grad.isfinite().all()
