@@ -130,7 +130,8 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
     if name == "train":
         if kind == "text":
             return None
-        raise UserError("--tokenizer: chat data needs the base model's tokenizer: pass its ckpt.pt")
+        chats = "chat data (two --columns are a question and its answer)"
+        raise UserError(f"--tokenizer: {chats} needs the base model's tokenizer: pass its ckpt.pt")
     path = Path(name)
     if os.path.exists(path / "ckpt.pt"):  # a run's folder
         path = path / "ckpt.pt"

@@ -233,7 +233,7 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
 
     # 3) what trains it
     boundary = data.encoding.eot_token if settings.doc_mask else None
-    objective = STAGES[settings.stage].objective(model, dtype, boundary)
+    objective = STAGES[settings.stage].objective(model, dtype, boundary, settings)
     optimizer = Optimizer(model, settings, dtype)
     run = Run(settings, data, model, objective, optimizer, n_part)
 

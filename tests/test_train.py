@@ -442,15 +442,19 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
     given = f"--out_dir {out} --data_dir {data},{other}/ --eval_tokens 256"
     line = f"train.py --eval_only {given} --device_batch_size 3 --offload disk"
     last = read_run(out)["eval"][-1]
-    n = read_meta(data)["val"]["tokens"] // SHAPE["block_size"]
+    n = read_meta(data)["val"]["tokens"] - 1  # that can be predicted
+    of_all = f"(256 of {n:,} held-out tokens, in windows of {SHAPE['block_size']})"
     for said, folder in zip(command(line).stdout.splitlines(), (data, other), strict=True):
         assert f"ckpt.pt on {folder}" in said and f"val loss {last['val_loss']:.5g}" in said
-        assert f"val loss per byte {last['val_loss_per_byte']:.5g} (8 of {n} held-out" in said
+        assert f"val loss per byte {last['val_loss_per_byte']:.5g} {of_all}" in said
     assert contents(out) == before
 
 
 class Mine(NextToken):
     """It may leave tokens out."""
+
+    def begin(self, data, saved):
+        assert self.settings.stage == "mine" and self.settings.max_iters == 1
 
 
 def test_a_stage_of_ones_own_says_what_its_losses_are(trained, data, tmp_path, monkeypatch):
@@ -462,6 +466,11 @@ def test_a_stage_of_ones_own_says_what_its_losses_are(trained, data, tmp_path, m
     assert "val_loss_per_byte" not in read_run(out)["eval"][-1]
     said = command(f"train.py --eval_only --out_dir {out} --data_dir {data}").stdout
     assert "not of --stage mine" in said and "val loss per byte" in said
+    begun = dict(stage="mine", max_iters=1)
+    with user_error("--stage mine starts from a trained model"):
+        small_run(data, tmp_path / "new", **begun)
+    monkeypatch.setitem(STAGES, "mine", replace(stage, continues=False))
+    small_run(data, tmp_path / "new", **begun)
 
 
 def test_state_of_ones_own_that_no_command_could_read_is_not_written(data, tmp_path, monkeypatch):

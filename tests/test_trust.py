@@ -15,6 +15,7 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
+import tiktoken
 import torch
 from conftest import (
     CPU,
@@ -613,6 +614,10 @@ def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding
     with user_error(f"its tokenizer is of {encoding.n_vocab} tokens, its"):
         save_checkpoint(path, model, encoding)
     model.config.vocab_size -= 1
+    ranks = encoding._mergeable_ranks
+    without = tiktoken.Encoding("x", pat_str=".", mergeable_ranks=ranks, special_tokens={})
+    with user_error("has no <|endoftext|>: text.vocabularies.complete"):
+        save_checkpoint(path, model, without)
     with user_error("note"):  # no setting
         save_checkpoint(path, model, encoding, {"note": "x"})
     assert not path.exists()

@@ -28,7 +28,8 @@ def again(folder: Path) -> str:
     """What to do where a file of a folder is missing or damaged."""
     if folder.is_file():  # a text
         prepare = command_line("prepare.py", "--input", folder, "--out_dir", f"data/{folder.stem}")
-        return f"run {prepare}, and name that folder"
+        evaluate = "to evaluate a model on it, add --val_fraction 1 --tokenizer ITS_CKPT"
+        return f"run {prepare}, and name that folder ({evaluate})"
     prepare = command_line("prepare.py", "--out_dir", folder)
     replaces = ", and --overwrite" if (folder / "meta.json").exists() else ""
     return f"run {prepare}, with --input or --dataset{replaces}"

@@ -207,7 +207,8 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
         raise ValueError('an answer is empty: "weight": 0 leaves it out')
     if not answers:
         roles = ", ".join(message["role"] for message in talk)
-        raise ValueError(f'no answers to learn among "{roles:.60}" (--columns names them)')
+        fix = 'answers have the role "assistant", or --columns names questions and answers'
+        raise ValueError(f'no answers to learn among "{roles:.60}": {fix}')
     return talk
 
 

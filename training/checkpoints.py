@@ -340,9 +340,11 @@ def read_encoding(path: str | Path, checkpoint: dict) -> tiktoken.Encoding:
 
 def check_encoding(path: str | Path, encoding: tiktoken.Encoding, config: ModelConfig) -> None:
     """UserError: a tokenizer has not as many tokens as a model, or none that begins texts."""
-    n_token = config.vocab_size
-    if encoding.n_vocab != n_token or "<|endoftext|>" not in encoding.special_tokens_set:
-        sizes = f"its tokenizer is of {encoding.n_vocab} tokens, its model of {n_token}"
+    if "<|endoftext|>" not in encoding.special_tokens_set:
+        fix = "text.vocabularies.complete(encoding) has one"
+        raise UserError(f"{path}: its tokenizer has no <|endoftext|>: {fix}")
+    if encoding.n_vocab != config.vocab_size:
+        sizes = f"its tokenizer is of {encoding.n_vocab} tokens, its model of {config.vocab_size}"
         raise UserError(f"{path}: {sizes}: take the tokenizer that the model was trained with")
 
 

@@ -8,6 +8,7 @@ from training.checkpoints import load_model
 from training.objectives import NextToken, validate
 from training.report import format_figures, report_recall
 from training.settings import STAGES, Settings
+from training.sources import Windows
 
 
 def evaluate(settings: Settings) -> None:
@@ -34,9 +35,10 @@ def evaluate(settings: Settings) -> None:
         data = Data(str(folder), meta["kind"], block_size, settings.seed, total=0)
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
         (source,) = data.val.values()
-        n, unit = len(source.spread(settings.eval_tokens)), "windows"
-        if meta["kind"] != "text":
-            unit = "conversations"
-        read = f"{n:,} of {source.n_sequence:,} held-out {unit} of up to {block_size} tokens"
+        n, of = len(source.spread(settings.eval_tokens)), source.n_sequence
+        read = f"{n:,} of {of:,} held-out conversations of up to {block_size} tokens"
+        if isinstance(source, Windows):  # whole ones
+            n_token, of = n * block_size, len(source.ids) - 1
+            read = f"{n_token:,} of {of:,} held-out tokens, in windows of {block_size}"
         print(f"{path} on {folder}: {format_figures(losses)} ({read})")
         report_recall(model, data)

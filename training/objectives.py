@@ -2,6 +2,7 @@
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,11 +17,13 @@ from training.batches import Data
 class NextToken:
     """The loss of a model, in float32 or, by autocast, in 16 bits.
 
-    `boundary` is the token that begins documents, if attention is not to cross them."""
+    `boundary` is the token that begins documents, if attention is not to cross them; `settings` are
+    those of the run (training/settings.py, which imports this file)."""
 
     model: Decoder
     dtype: str
     boundary: int | None = None
+    settings: Any = None
 
     @property
     def per_byte(self) -> bool:

@@ -39,6 +39,7 @@ PRESETS = {
 class Stage:
     """How a stage differs from pretraining; MiniMind today fine-tunes at 1e-5 after 5e-4."""
 
+    continues: bool = True  # needs a trained model, --init_from
     reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over the preset's
     epochs: int | None = None  # passes over the data, in place of the preset's max_iters
@@ -47,7 +48,7 @@ class Stage:
 
 
 STAGES = {
-    "pretrain": Stage(),
+    "pretrain": Stage(continues=False),
     "midtrain": Stage(rate=0.1, settings=dict(schedule="linear", warmup=0.0, min_lr=0.0)),
     "context": Stage(rate=0.1, settings=dict(doc_mask=True)),
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
@@ -266,7 +267,7 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     """
     name = given.get("stage", "pretrain")
     stage = STAGES[name]
-    if base is None and name != "pretrain":
+    if base is None and stage.continues:
         raise UserError(f"--stage {name} starts from a trained model: give one with --init_from")
 
     # 1) what is known beforehand: later replaces earlier
@@ -342,7 +343,8 @@ def changed_settings(given: dict, args: dict, allowed: tuple[str, ...]) -> Setti
     """The settings `args` of a checkpoint, and the flags that may change."""
     other = [f"--{name}" for name in given if name not in allowed]
     if other:
-        raise UserError(f"{', '.join(other)}: not with --resume or --eval_only, leave it out")
+        command = "--resume" if given.get("resume") else "--eval_only"
+        raise UserError(f"{', '.join(other)}: not with {command}, leave it out")
     # These tell what a command does, not how a run was trained: the checkpoint's do not count.
     here = dict.fromkeys(("resume", "overwrite", "eval_only"), False)
     return Settings.from_flat({**args, **here, **given})
