@@ -38,8 +38,16 @@ class TableStorage:
     on_disk = False  # saved apart from ckpt.pt, by `copy`
 
     def add(self, name: str, dtype: torch.dtype) -> Tensor:
-        """A new array of zeros. UserError: there is no room."""
-        raise NotImplementedError
+        """A new array of zeros, in RAM. UserError: there is no room."""
+        n_byte = math.prod(self.shape) * dtype.itemsize
+        check_room(n_byte)
+        # Pages of its own: one that holds other things, too, cannot be pinned twice (offload.py).
+        try:
+            pages = mmap.mmap(-1, n_byte)
+        except OSError as error:  # where `check_room` knows nothing
+            raise MemoryError(error) from None
+        self.arrays[name] = torch.frombuffer(pages, dtype=dtype).view(self.shape)
+        return self.arrays[name]
 
     def read_ahead(self, ids: Tensor, names: Iterable[str] = ("rows",)) -> None:
         """Begin to read what tokens `ids` own of these arrays, without waiting for it."""
@@ -50,17 +58,6 @@ class RamStorage(TableStorage):
         self.shape = shape
         self.arrays = {}
         self.add("rows", dtype)
-
-    def add(self, name: str, dtype: torch.dtype) -> Tensor:
-        n_byte = math.prod(self.shape) * dtype.itemsize
-        check_room(n_byte)
-        # Pages of its own: one that holds other things, too, cannot be pinned twice (offload.py).
-        try:
-            pages = mmap.mmap(-1, n_byte)
-        except OSError as error:  # where `check_room` knows nothing
-            raise MemoryError(error) from None
-        self.arrays[name] = torch.frombuffer(pages, dtype=dtype).view(self.shape)
-        return self.arrays[name]
 
 
 class DiskStorage(TableStorage):
@@ -130,6 +127,8 @@ class DiskStorage(TableStorage):
         return storage
 
     def add(self, name: str, dtype: torch.dtype) -> Tensor:
+        if not self.writable:  # the files are a checkpoint's
+            return super().add(name, dtype)
         n_byte = math.prod(self.shape) * dtype.itemsize
         check_room(self.copies * n_byte, self.folder)
         with writing(self.folder), open(self.folder / name, "wb") as file:
@@ -146,7 +145,7 @@ class DiskStorage(TableStorage):
         if not hasattr(os, "posix_fadvise"):  # macOS, Windows
             return
         tokens = torch.unique(ids).tolist()
-        for name in names:
+        for name in self.files.keys() & set(names):
             file = self.files[name].fileno()
             n_byte = self.arrays[name][0].nbytes  # of a token
             for token in tokens:

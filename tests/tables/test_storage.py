@@ -45,11 +45,16 @@ def test_writes_are_in_files_of_the_raw_numbers(tmp_path, dtype):
 
 def test_who_only_reads_changes_no_file_but_copies_what_it_changed(tmp_path):
     storage = made(tmp_path)
+    before = storage.checksums()
     reader = reopened(storage.folder)
     reader.arrays["rows"].fill_(9.0)
-    assert_same(reopened(storage.folder).arrays, storage.arrays)
+    reader.add("state", torch.float32).fill_(8.0)  # as a new optimizer does
+    assert reopened(storage.folder).checksums() == before
     reader.copy(tmp_path / "changed")
     assert_same(reopened(tmp_path / "changed").arrays, reader.arrays)
+    bare = DiskStorage(storage.folder, SHAPE, torch.float32)
+    bare.add("state", torch.float32)
+    bare.read_ahead(torch.tensor([3]), NAMES)
 
 
 def test_a_copy_is_a_moment_of_tables_that_go_on(tmp_path):
