@@ -636,7 +636,7 @@ class Decoder(nn.Module):
         cos_sin = cache.cos_sin[:, : start + n]
         x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
-        if torch.is_grad_enabled() and self.head_weight.requires_grad:  # it is being trained
+        if x.requires_grad:  # it is being trained
             for tables in self.all_tables.values():
                 tables.check_mode()
         return x
@@ -700,7 +700,7 @@ class Decoder(nn.Module):
         """[B, T] -> [B, T, n_embd]."""
         if self.head is None:
             return self.wte(send(ids, self.device))
-        return next(self.wte.lookup(ids)).to(self.head_weight.dtype)
+        return next(self.wte.lookup(ids)).to(self.like.dtype)
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits: [..., n_embd] -> [..., V]."""
@@ -713,8 +713,14 @@ class Decoder(nn.Module):
         return self.wte.weight if self.head is None else self.head.weight
 
     @property
+    def like(self) -> Tensor:
+        """A weight of the backbone's dtype, on its device. The head's may be quantized, or inside
+        a wrapper such as LoRA's."""
+        return self.wte.weight if self.head is None else self.wte.weight[0]
+
+    @property
     def device(self) -> torch.device:
-        return self.head_weight.device
+        return self.like.device
 
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of x [N, n_embd] in nats []. targets [N], -1: nothing to predict.
@@ -747,7 +753,7 @@ class Decoder(nn.Module):
             assert self.config.ffn == "embformer", "keys and values are rows in Embformer alone"
             layers = [None for _ in self.blocks]
         else:
-            layers = [block.attn.make_cache(batch, room, self.head_weight) for block in self.blocks]
+            layers = [block.attn.make_cache(batch, room, self.like) for block in self.blocks]
         return Cache(layers, rotary(room, self.config, self.device))
 
     def step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:

@@ -283,7 +283,7 @@ def added(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) 
 class ResidentTables(Tables):
     """All `n_table` tables of a model in the memory of the compute device."""
 
-    def __init__(self, n_table: int, n_row: int, width: int, dtype=torch.float32) -> None:
+    def __init__(self, n_table: int, n_row: int, width: int, dtype=None) -> None:
         super().__init__(n_row, width)
         # No requires_grad: autograd would fill a V x W gradient, nearly all of it zeros, each step.
         # Setting it (train.py --table_optimizer adamw) makes them ordinary parameters again.

@@ -290,10 +290,21 @@ def test_a_model_is_exported_for_texts_of_any_length():
 
 
 def test_what_stands_in_place_of_the_head_is_called():
-    """As adapters do, which keep its weight."""
+    """As adapters do, some of which have no weight of its name."""
     model = decoder(ffn="dense", tie_head=False)
     ids = tokens(2, 6)
     before, loss = model(ids)[0], model(ids, ids)[1]
-    model.head.register_forward_hook(lambda head, args, logits: 2 * logits)
-    assert_close(model(ids)[0], 2 * before)
+    model.head = torch.nn.Sequential(model.head)
+    model.head.register_forward_hook(lambda head, args, logits: -2 * logits)
+    assert_close(model(ids)[0], -2 * before)
     assert model(ids, ids)[1] != loss
+    assert_close(model.generate(ids, 1, temperature=0)[:, -1], before[:, -1].argmin(-1))
+
+
+def test_a_model_has_the_dtype_that_modules_get_by_default():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = decoder(ffn="stem", tie_head=False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert model(tokens(2, 6))[0].dtype == torch.bfloat16

@@ -57,7 +57,7 @@ class CapturedStep:
     def __init__(self, model: Decoder, cache: Cache) -> None:
         # This must not keep its cache alive, with which it is to go, nor the model, which has it.
         self.caches, self.cos_sin = cache.layers, cache.cos_sin
-        like = model.head_weight
+        like = model.like
         batch, _, room, _ = cache.layers[0].k.shape
         # A mask gives what is not yet filled the weight 0, but 0 times NaN would be NaN.
         for layer in cache.layers:

@@ -101,7 +101,8 @@ class Optimizer:
                     )
             rows.update(weight for weight in tables.parameters() if not weight.requires_grad)
         # The head would be no parameter either, and get no gradient.
-        assert model.head_weight not in rows, "head and embedding are one: set tie_head=True"
+        head = [] if model.head is None else model.head.parameters()
+        assert rows.isdisjoint(head), "head and embedding are one: set tie_head=True"
 
         # Weight decay is for matrices, but not for rows that are looked up: those of tables and of
         # embeddings (the tied one, pkm's values), which it would shrink when they are not read.

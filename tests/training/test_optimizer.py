@@ -149,10 +149,12 @@ def test_a_step_that_is_interrupted_leaves_the_rates(monkeypatch):
 
 def test_a_head_that_is_tied_by_hand_is_refused():
     """As a table of rows, it would be trained as an embedding alone."""
-    one, other = small(), small()
+    one, other, wrapped = small(), small(), small()
     one.head.weight = one.wte.weight[0]
     other.wte.weight[0] = other.head.weight
-    for model in (one, other):
+    wrapped.wte.weight[0] = wrapped.head.weight
+    wrapped.head = nn.Sequential(wrapped.head)
+    for model in (one, other, wrapped):
         with pytest.raises(AssertionError, match="tie_head"):
             optimizer_of(model)
 
