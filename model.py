@@ -849,7 +849,7 @@ def sample(
     top_k most probable ones (None or 0: all), and from the most probable ones that together reach
     top_p. RuntimeError: a logit or a probability is NaN."""
     assert temperature >= 0, f"temperature={temperature} is below 0"
-    assert top_p is None or top_p > 0, f"top_p={top_p} is not above 0"
+    assert top_p is None or 0 < top_p <= 1, f"top_p={top_p} is not above 0 and at most 1"
     if temperature == 0:
         best, token = logits.max(-1)
         if best.isnan().any():  # it would count as the largest

@@ -103,6 +103,7 @@ def test_what_the_decoder_cannot_take_is_an_error():
         (lambda: model.generate(ids, 2, temperature=-1.0), "temperature=-1.0"),
         (lambda: model.generate(ids, 2, top_p=0.0), "top_p=0.0"),
         (lambda: model.generate(ids, 2, top_p=math.nan), "top_p=nan"),
+        (lambda: model.generate(ids, 2, top_p=90), "top_p=90"),
         (lambda: model.generate(ids, 2, cache="KV"), "cache='KV'"),
     ]
     for name in ("targets", "table_ids", "documents"):
