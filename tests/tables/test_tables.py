@@ -226,8 +226,7 @@ def test_a_training_loop_in_eval_mode_is_warned(ffn, how, targets):
             part.requires_grad_(False)
         if how == "adamw":
             part.weight.requires_grad_()
-    if how == "backbone":
-        model.requires_grad_(False)
+    model.head.requires_grad_(how != "backbone")
     other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("default")  # once a line
