@@ -39,6 +39,9 @@ class NgramDecoder(model.Decoder):
         mix_n = t m_0 xor (the token before) m_1 xor ... (n - 1 tokens before) m_(n-1)
         address_(n, k) = mix_n mod p_(n, k) + the sum of all primes before
 
+    The multipliers depend on `vocab_size`, as there: in a model made anew with more tokens, n-grams
+    have other rows. Give it the `multipliers` of the old one.
+
     Differs: token ids are not compressed first (to one id for ` Apple` and `apple`); all layers
     share their addresses, so that rows of all layers lie side by side."""
 
