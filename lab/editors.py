@@ -30,6 +30,7 @@ STEPS, VALUE_STEPS = 40, 25  # of Adam, for weights and for a value
 ENOUGH = 0.01  # nats a token, at which training ends
 PREFIXES = (5, 10)  # texts before the prompt, over which keys and values are averaged; tokens
 KL, DECAY = 0.0625, 0.5  # ROME's weights of what else the name gives, and of the value's change
+VALUE_ENOUGH = 0.05  # of these together, at which the search for a value ends, as its authors' does
 TEXTS = (48, 64)  # of the model, that fine-tuning may hold; tokens
 N_ABOUT = 32  # texts about a name, that MEMIT may hold
 
@@ -278,7 +279,11 @@ class Editor:
     ) -> Tensor:
         """What, added to an FFN's value at the end of the name, lets the answer follow the prompt
         in several texts, [n, n_embd] (ROME, equation 4): no longer than `limit` times the residual
-        stream there. hold: weight of the divergence in other texts about the name, too."""
+        stream there (in ROME's code: times the value). hold: weight of the divergence in other
+        texts about the name, too.
+
+        The authors hold what follows the name alone, before the token after it is read: here a line
+        break, always."""
         with torch.no_grad():
             abouts = [self.about(request) for request in requests if hold]
         ids, targets, positions = self.in_texts(requests)  # [N, T] twice, [N]
@@ -291,22 +296,31 @@ class Editor:
         share = (targets >= 0) / (targets >= 0).sum(1, keepdim=True)  # of an answer, [N, T]
         change = torch.zeros_like(state, requires_grad=True)  # [n, n_embd]
         optimizer = torch.optim.Adam([change], rate)
+        going = torch.ones(len(change), dtype=torch.bool)  # facts that are not yet given
         for _ in range(VALUE_STEPS):
             added = change.repeat_interleave(n_text, 0)  # [N, n_embd]
             with add_to_value(self.model, layer, positions, added):
                 logits, _ = self.model(ids)  # [N, T, V]
             nats = F.cross_entropy(logits.mT, targets, ignore_index=-1, reduction="none")  # [N, T]
             now = logits[after_name].log_softmax(-1)
-            kl = F.kl_div(held, now, reduction="sum", log_target=True)  # of now from held
-            decay = (change.norm(dim=1, keepdim=True) / size**2).sum()
-            loss = ((nats * share).sum() + KL * kl) / n_text + DECAY * decay
-            for about, request, one in zip(abouts, requests, change, strict=False):  # if any
-                loss = loss + hold * self.divergence(about, layer, request.end, one)
+            kl = F.kl_div(held, now, reduction="none", log_target=True)  # of now from held, [N, V]
+            of_text = (nats * share).sum(1) + KL * kl.sum(1)  # [N]
+            decay = change.norm(dim=1) / size[:, 0] ** 2  # [n]
+            loss = of_text.unflatten(0, (-1, n_text)).mean(1) + DECAY * decay  # of a fact, [n]
+            if hold:
+                facts = zip(abouts, requests, change, strict=True)
+                changed = [self.divergence(a, layer, r.end, one) for a, r, one in facts]
+                loss = loss + hold * torch.stack(changed)
+            going &= loss.detach() >= VALUE_ENOUGH
+            if not going.any():
+                break
             optimizer.zero_grad()
-            loss.backward()
+            loss.sum().backward()
+            found = change.detach().clone()
             optimizer.step()
             length = change.data.norm(dim=1, keepdim=True)
             change.data *= (limit * size / length).clamp(max=1)
+            change.data[~going] = found[~going]
         return change.detach()
 
     def rome(self, requests: list[Request], rank: int, **how: float) -> None:

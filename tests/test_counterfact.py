@@ -127,8 +127,24 @@ def test_wanted_changes_let_answers_follow():
     assert nats() < before - 0.2  # random layers: a name has little to say
 
 
+def rome_loss(editor: Editor, request: Request, change: torch.Tensor) -> torch.Tensor:
+    """Equation 4 of ROME with a change in layer 1, text by text: of the divergence, the changed
+    model's prediction comes first."""
+    size = at_names(editor.model, 1, [request], "state").norm()
+    total = editors.DECAY * change.norm() / size**2
+    for prefix in ([], *editor.prefixes):
+        ids = torch.tensor([[*prefix, *request.prompt, *request.answer]])
+        name = torch.tensor([len(prefix) + request.end])
+        q = editor.model(ids)[0][0].log_softmax(-1)
+        with editors.add_to_value(editor.model, 1, name, change[None]):
+            p = editor.model(ids)[0][0].log_softmax(-1)
+        nats = -(p[-3, request.answer[0]] + p[-2, request.answer[1]]) / 2
+        p, q = p[name + 1], q[name + 1]
+        total = total + (nats + editors.KL * (p.exp() * (p - q)).sum()) / 6
+    return total
+
+
 def test_wanted_changes_minimize_what_rome_minimizes(monkeypatch):
-    """Equation 4, text by text: of the divergence, the changed model's prediction comes first."""
     monkeypatch.setattr(editors, "VALUE_STEPS", 5)
     monkeypatch.setattr(editors, "KL", 50.0)
     editor = an_editor("stem")
@@ -138,21 +154,32 @@ def test_wanted_changes_minimize_what_rome_minimizes(monkeypatch):
     size = at_names(editor.model, 1, [request], "state").norm()
     optimizer = torch.optim.Adam([change], 0.5)
     for _ in range(5):
-        total = editors.DECAY * change.norm() / size**2
-        for prefix in ([], *editor.prefixes):
-            ids = torch.tensor([[*prefix, *request.prompt, *request.answer]])
-            name = torch.tensor([len(prefix) + request.end])
-            q = editor.model(ids)[0][0].log_softmax(-1)
-            with editors.add_to_value(editor.model, 1, name, change[None]):
-                p = editor.model(ids)[0][0].log_softmax(-1)
-            nats = -(p[-3, request.answer[0]] + p[-2, request.answer[1]]) / 2
-            p, q = p[name + 1], q[name + 1]
-            total = total + (nats + 50 * (p.exp() * (p - q)).sum()) / 6
         optimizer.zero_grad()
-        total.backward()
+        rome_loss(editor, request, change).backward()
         optimizer.step()
         change.data *= min(1, size / change.data.norm())
     torch.testing.assert_close(found, change.detach(), atol=1e-3, rtol=0)
+
+
+def test_a_value_is_sought_until_its_own_loss_is_low(monkeypatch):
+    editor, requests = an_editor("stem"), asked(2)
+
+    def sought(requests: list[Request], steps: int, enough: float) -> torch.Tensor:
+        monkeypatch.setattr(editors, "VALUE_STEPS", steps)
+        monkeypatch.setattr(editors, "VALUE_ENOUGH", enough)
+        return editor.wanted_changes(requests, 1, limit=2.0, rate=0.5)
+
+    # Changes after 0, 1, ... steps. Only the first fact reaches a loss, in the third step.
+    paths = [[sought([request], n, 0.0)[0] for n in range(7)] for request in requests]
+    losses = [
+        [rome_loss(editor, request, change).item() for change in path]
+        for request, path in zip(requests, paths, strict=True)
+    ]
+    enough = (losses[0][2] + losses[0][3]) / 2
+    assert losses[0][3] < enough < min(*losses[0][:3], *losses[1])
+    found = sought(requests, 6, enough)
+    torch.testing.assert_close(found, torch.stack((paths[0][3], paths[1][6])), atol=1e-3, rtol=0)
+    assert (paths[0][6] - paths[0][3]).norm() > 0.1
 
 
 def test_texts_about_a_name_are_held_if_asked():
