@@ -92,16 +92,21 @@ class Method(NamedTuple):
 SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
 WRITTEN = [{"keep": keep} for keep in (60, 20, 200)]
 TRAINED = [{"rate": 1e-4}, {"rate": 3e-5}, {"rate": 3e-4}, {"rate": 1e-4, "keep": 30}]
-BOUNDED = [{"one_layer": True, "rate": 1e-3, "bound": bound} for bound in (0.01, 0.02, 0.05)]
+BOUNDED = [{"rank": rank, "rate": 1e-3, "bound": b} for rank in (0, 1) for b in (0.01, 0.02, 0.05)]
 LORA = [{"rank": 8, "rate": rate} for rate in (1e-3, 3e-4, 3e-3)]
 LORA += [{"rank": 8, "rate": 1e-3, "keep": 30}]
 RANKS = ((0, 1.0), (1, 1.0), (2, 1.0), (0, 0.5), (1, 0.7), (2, 0.7))  # and limits
 ROME = [{"rank": rank, "limit": limit, "rate": 0.5} for rank, limit in RANKS]
+ROME += [{"rank": rank, "limit": 1.0, "rate": 0.1} for rank in (0, 1, 2)]
 FIRST = {"n_layer": 3, "weight": 10, "limit": 1.0, "rate": 0.5}
 OTHER = ({}, {"weight": 1}, {"limit": 0.5}, {"limit": 0.7}, {"n_layer": 2})
-OTHER += ({"n_layer": 2, "again": True},)
+OTHER += ({"n_layer": 2, "again": True}, {"n_layer": 2, "rate": 0.1})
+OTHER += ({"n_layer": 2, "limit": 0.75}, {"n_layer": 2, "limit": 0.75, "weight": 384})
+OTHER += ({"n_layer": 2, "rate": 0.1, "again": True},)
 MEMIT = [{**FIRST, **other} for other in OTHER]
 HELD = [{**FIRST, "hold": hold} for hold in (80, 20, 200)]
+HELD_DENSE = [*HELD, {**HELD[0], "limit": 0.5}]
+HELD_ROME = [{"rank": r, "limit": limit, "rate": 0.5, "hold": 80} for r, limit in RANKS]
 METHODS = {  # in the order in which they are measured
     "written rows": Method("STEM", Editor.write_rows, WRITTEN),
     "no edits, STEM": Method("STEM", Editor.nothing, [{}]),
@@ -109,9 +114,11 @@ METHODS = {  # in the order in which they are measured
     "swapped rows": Method("STEM", Editor.swap_rows, SWAPPED),
     "ROME, STEM": Method("STEM", Editor.rome, ROME),
     "MEMIT, STEM": Method("STEM", Editor.memit, MEMIT, batches=True),
+    "ROME, texts held": Method("STEM", Editor.rome, HELD_ROME),
     "MEMIT, texts held": Method("STEM", Editor.memit, HELD),
     "ROME, dense": Method("dense", Editor.rome, ROME),
     "MEMIT, dense": Method("dense", Editor.memit, MEMIT, batches=True),
+    "MEMIT, dense, texts held": Method("dense", Editor.memit, HELD_DENSE),
     "FT-L": Method("STEM", Editor.fine_tune, BOUNDED, batches=True),
     "LoRA": Method("STEM", Editor.lora, LORA, batches=True),
     "all weights": Method("STEM", Editor.fine_tune, TRAINED, batches=True),
@@ -475,7 +482,8 @@ def picture(groups: Groups) -> plt.Figure:
             for n in points:
                 seeds = map(figures, groups[name, n, 1])
                 means.append(100 * fmean(found[score] for found in seeds))
-            line = {"dense": "o--", "texts held": "o:"}.get(model, "o-")
+            lines = {"dense": "o--", "texts held": "o:", "dense, texts held": "o-."}
+            line = lines.get(model, "o-")
             axis.plot(points, means, line, color=color, ms=3, label=name)
         axis.xaxis.set_major_formatter("{x:.0f}")
     axes[0].set_ylabel("whole answers, %")

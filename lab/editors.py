@@ -229,8 +229,9 @@ class Editor:
                 weight.data.clamp_(old - bound, old + bound)
         self.model.requires_grad_(False)
 
-    def fine_tune(self, requests: list[Request], one_layer: bool = False, **how) -> None:
-        model = self.model.blocks[self.layers[0]].ffn.down if one_layer else self.model
+    def fine_tune(self, requests: list[Request], rank: int | None = None, **how) -> None:
+        """All weights, or those of one layer, that of a rank in `layers`."""
+        model = self.model if rank is None else self.model.blocks[self.layers[rank]].ffn.down
         self.train(requests, list(model.parameters()), **how)
 
     def lora(self, requests: list[Request], rank: int, **how) -> None:

@@ -209,7 +209,7 @@ def changed(method: str, **how) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def test_each_method_changes_what_it_says():
     assert len(changed("fine_tune", rate=0.01, keep=1.0)) > 10
-    bounded = changed("fine_tune", rate=0.01, bound=0.02, one_layer=True)
+    bounded = changed("fine_tune", rate=0.01, bound=0.02, rank=0)
     assert list(bounded) == ["blocks.1.ffn.down.weight"]
     for old, new in bounded.values():
         assert (new - old).abs().max() <= 0.02 + 1e-6

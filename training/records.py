@@ -29,6 +29,7 @@ FIELDS = {
         sizes=dict(total=int, active=int, flops_per_token=float),
         data=list,
         files=dict[str, str] | None,
+        relatives=dict[str, str] | None,  # of earlier runs, in place of `files`
     ),
     "step": dict(step=int, train_loss=float, grad_norm=float, tok_per_s=float),
     "eval": dict(step=int, val_loss=float),
