@@ -45,7 +45,7 @@ from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.digests import digests
+from training.digests import by_path, digests
 from training.placement import make_tables
 from training.settings import Settings
 
@@ -265,7 +265,9 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         if found != FORMAT:
             ours = "no checkpoint of training.checkpoints.save_checkpoint"
             raise Damage(f"or {ours}: its format is {found!r:.40}, not {FORMAT}")
-        checkpoint = {"edits": [], "files": {}, **checkpoint}
+        require_fields(checkpoint, relatives=dict[str, str] | None)
+        earlier = by_path(checkpoint.pop("relatives", None) or {})
+        checkpoint = {"edits": [], "files": earlier, **checkpoint}
         if "optimizer" not in checkpoint:  # it need not be a run's
             checkpoint = {"step": 0, "data": [], **checkpoint}
         check_fields(checkpoint)

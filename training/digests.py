@@ -32,3 +32,8 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
                 names.append(getattr(node, "module", None) or "")
                 waiting += [name.removeprefix("relatives.") for name in names]
     return found
+
+
+def by_path(relatives: dict[str, str]) -> dict[str, str]:
+    """The digests of earlier checkpoints and records, which were of relatives/ alone, by name."""
+    return {f"relatives/{name}.py": digest for name, digest in relatives.items()}

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from common import Damage, UserError, atomic, parse_json, reading, require_fields, writing
 from training import ranks
+from training.digests import by_path
 
 # What readers need of a record, by its type.
 FIELDS = {
@@ -149,6 +150,9 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
         run[record["type"]].append(record)
     if not run["run"] or not run["eval"]:
         raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
+    for start in run["run"]:
+        if "relatives" in start:
+            start["files"] = by_path(start.pop("relatives") or {})
     return run
 
 
