@@ -158,7 +158,8 @@ class Experiment:
         for name in set(RESUMABLE_FLAGS) - {"dtype"}:
             settings.pop(name)  # changes no result
         files = digests(settings["ffn"], settings["attention"])
-        settings["relatives"] = {name: files[name] for name in files if name not in CORE}
+        # By the file's name alone, as in earlier commits, whose runs are to be found.
+        settings["relatives"] = {Path(name).stem: files[name] for name in files if name not in CORE}
         distinct = json.dumps([settings, read_meta(data_dir)], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
