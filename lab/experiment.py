@@ -219,10 +219,10 @@ class Experiment:
 
 
 def note_changes(folder: Path) -> None:
-    """Say if a file of CORE has changed since a run was trained."""
-    then = last_start(read_run(folder)).get("files") or {}
+    """Say if a file of CORE has changed since a run was trained, or part of it before a resume."""
     now = digests("dense", "full")
-    changed = [name for name in CORE if name in then and then[name] != now[name]]
+    starts = [{**now, **(start.get("files") or {})} for start in read_run(folder)["run"]]
+    changed = [name for name in CORE if any(then[name] != now[name] for then in starts)]
     if changed:
         say_once(f"{', '.join(changed)} changed since kept runs were trained: --fresh begins anew")
 

@@ -28,7 +28,8 @@ def runs(folders: list[Path], out: Path) -> None:
     if len({json.dumps(judged_on(start)) for start in starts}) > 1:
         same = "text, tokenizer, --block_size and --eval_tokens"
         print(f"\nnote: not all have the same {same}, so losses are of different tokens")
-    files = {pair for start in starts for pair in (start.get("files") or {}).items()}
+    every = [start for group in groups.values() for run in group for start in run["run"]]
+    files = {pair for start in every for pair in (start.get("files") or {}).items()}
     for name, n in Counter(name for name, _ in files).items():
         if n > 1:
             print(f"\nnote: {name} changed between these runs")
@@ -66,15 +67,15 @@ def judged_on(start: dict) -> list:
 
 
 def compared(run: Run) -> list:
-    """What the runs of a group have in common. The settings are those of all starts: a run that was
-    made longer has had another schedule than one that was as long from the beginning."""
+    """What the runs of a group have in common. Settings and files are those of all starts: a run
+    that was made longer has had another schedule than one that was as long from the beginning."""
     settings = []
     for start in run["run"]:
         args = {name: value for name, value in start["args"].items() if name not in NOT_COMPARED}
-        if args not in settings[-1:]:  # else it was only interrupted
-            settings.append(args)
-    start = last_start(run)
-    return [settings, start["data"], start.get("files")]
+        here = [args, start.get("files")]
+        if here not in settings[-1:]:  # else it was only interrupted
+            settings.append(here)
+    return [settings, last_start(run)["data"]]
 
 
 def row(name: str, group: list[Run]) -> dict[str, str]:

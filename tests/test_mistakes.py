@@ -34,6 +34,7 @@ from conftest import (
 import common
 import model
 import train
+from lab.experiment import note_changes
 from lab.runs import runs
 from training import batches
 from training.checkpoints import load_model, save_checkpoint
@@ -209,6 +210,17 @@ def test_a_file_of_all_models_that_changed_is_named_too(data, tmp_path, monkeypa
     said = capsys.readouterr().out
     assert "note: stem.py changed between these runs" in said
     assert "| first" in said and "| second" in said
+    third = small_run(data, tmp_path / "third", max_iters=1, seed=3)
+    metrics = third / "metrics.jsonl"
+    before = (first / "metrics.jsonl").read_text().splitlines()[0]
+    metrics.write_text(before + "\n" + metrics.read_text())  # it was interrupted
+    capsys.readouterr()
+    note_changes(third)
+    assert "note: stem.py changed since kept runs" in capsys.readouterr().err
+    runs([second, third], tmp_path / "runs.png")
+    said = capsys.readouterr().out
+    assert "note: stem.py changed between these runs" in said
+    assert "| second" in said and "| third" in said
 
 
 CONFIG = """
