@@ -290,7 +290,7 @@ class Editor:
         texts about the name, too.
 
         The authors hold what follows the name alone, before the token after it is read: here a line
-        break, always."""
+        break, always. Their code of 25 steps ends before the last one's update."""
         with torch.no_grad():
             abouts = [self.about(request) for request in requests if hold]
         ids, targets, positions = self.in_texts(requests)  # [N, T] twice, [N]
