@@ -39,12 +39,12 @@ PRESETS = {
 class Stage:
     """How a stage differs from pretraining; MiniMind today fine-tunes at 1e-5 after 5e-4."""
 
-    continues: bool = True  # needs a trained model, --init_from
     reads: str = "text"  # the kind of sequences, see batches.Data
     rate: float = 1.0  # peak learning rate, over the preset's
     epochs: int | None = None  # passes over the data, in place of the preset's max_iters
     objective: type[NextToken] = NextToken
     settings: dict = field(default_factory=dict)
+    continues: bool = True  # needs a trained model, --init_from
 
 
 STAGES = {
