@@ -270,7 +270,7 @@ def fit(run: Run) -> None:
         args=settings.flat(),
         sizes=model_sizes(model),
         data=data.metas,
-        files=digests(settings.model.ffn, settings.model.attention),
+        relatives=digests(settings.model.ffn, settings.model.attention),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU

@@ -158,8 +158,7 @@ class Experiment:
         for name in set(RESUMABLE_FLAGS) - {"dtype"}:
             settings.pop(name)  # changes no result
         files = digests(settings["ffn"], settings["attention"])
-        # By the file's name alone, as in earlier commits, whose runs are to be found.
-        settings["relatives"] = {Path(name).stem: files[name] for name in files if name not in CORE}
+        settings["relatives"] = {name: files[name] for name in files if name not in CORE}
         distinct = json.dumps([settings, read_meta(data_dir)], sort_keys=True)
         digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
         shown = [str(flags[name]) for name in flags if name not in ("data_dir", "init_from")]
@@ -221,7 +220,7 @@ class Experiment:
 def note_changes(folder: Path) -> None:
     """Say if a file of CORE has changed since a run was trained, or part of it before a resume."""
     now = digests("dense", "full")
-    starts = [{**now, **(start.get("files") or {})} for start in read_run(folder)["run"]]
+    starts = [{**now, **(start.get("relatives") or {})} for start in read_run(folder)["run"]]
     changed = [name for name in CORE if any(then[name] != now[name] for then in starts)]
     if changed:
         say_once(f"{', '.join(changed)} changed since kept runs were trained: --fresh begins anew")

@@ -12,6 +12,7 @@ from lab.experiment import Run, last_eval, last_start
 from lab.pictures import MEANING, draw_means, interval, markdown, plt, save_figure
 from lab.stability import spike_rate
 from model import ModelConfig
+from training.digests import path_of
 from training.records import read_run
 from training.settings import Settings
 
@@ -29,10 +30,10 @@ def runs(folders: list[Path], out: Path) -> None:
         same = "text, tokenizer, --block_size and --eval_tokens"
         print(f"\nnote: not all have the same {same}, so losses are of different tokens")
     every = [start for group in groups.values() for run in group for start in run["run"]]
-    files = {pair for start in every for pair in (start.get("files") or {}).items()}
+    files = {pair for start in every for pair in (start.get("relatives") or {}).items()}
     for name, n in Counter(name for name, _ in files).items():
         if n > 1:
-            print(f"\nnote: {name} changed between these runs")
+            print(f"\nnote: {path_of(name)} changed between these runs")
     draw(groups, out)
     print(f"\n{MEANING}, as are the bars in the picture\n\nwrote {out}")
 
@@ -72,7 +73,7 @@ def compared(run: Run) -> list:
     settings = []
     for start in run["run"]:
         args = {name: value for name, value in start["args"].items() if name not in NOT_COMPARED}
-        here = [args, start.get("files")]
+        here = [args, start.get("relatives")]
         if here not in settings[-1:]:  # else it was only interrupted
             settings.append(here)
     return [settings, last_start(run)["data"]]

@@ -1,7 +1,6 @@
 """lab/analyze.py: every question with tiny models, runs that are trained once, spikes."""
 
 import collections
-import hashlib
 import json
 import math
 import os
@@ -276,19 +275,6 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
             file.write("# changed\n")
         after = folders()
         assert {kind for kind in before if before[kind] != after[kind]} == expected
-
-
-def test_runs_that_earlier_commits_kept_are_found(experiment, data, add_relative):
-    """Their digests were of files' names without a folder."""
-    path = add_relative("mine", "import model\n\n\nclass Decoder(model.Decoder):\n    pass\n")
-    flags = {"ffn": "mine", "seed": 1}
-    settings = train_settings(**experiment.all_flags(flags)).flat()
-    for name in set(shared.RESUMABLE_FLAGS) - {"dtype"}:
-        del settings[name]
-    settings["relatives"] = {"mine": hashlib.sha256(path.read_bytes()).hexdigest()}
-    distinct = json.dumps([settings, read_meta(data)], sort_keys=True)
-    digest = hashlib.sha256(distinct.encode()).hexdigest()[:12]
-    assert experiment.folder(flags).name.endswith(f"-{digest}")
 
 
 ENDS = """

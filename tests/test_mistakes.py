@@ -4,7 +4,6 @@ line. What a user does wrong, such as a file that is damaged, is one line withou
 import errno
 import importlib
 import io
-import json
 import os
 import re
 import sys
@@ -166,32 +165,6 @@ def test_a_file_that_changed_since_is_named(right, data, tmp_path, monkeypatch, 
         "| 1",
         "| 2",
     ]
-
-
-def test_a_file_that_changed_is_named_where_digests_were_by_name(
-    right, data, tmp_path, monkeypatch, capsys
-):
-    """As earlier commits wrote them."""
-    add_mine(monkeypatch, tmp_path, "forward", "x = 2 * x")
-    folders = []
-    for seed in (1, 2):
-        out = small_run(data, tmp_path / str(seed), ffn="mine", max_iters=1, seed=seed)
-        metrics = out / "metrics.jsonl"
-        first, *rest = metrics.read_text().splitlines(keepends=True)
-        start = json.loads(first)
-        del start["files"]
-        start["relatives"] = {"mine": str(seed)}
-        metrics.write_text(json.dumps(start) + "\n" + "".join(rest))
-        folders.append(out)
-    runs(folders, tmp_path / "runs.png")
-    said = capsys.readouterr().out
-    assert "note: relatives/mine.py changed between these runs" in said
-    assert "| 1 " in said and "| 2 " in said
-    checkpoint = torch.load(right / "ckpt.pt")
-    checkpoint["relatives"] = {"mine": checkpoint.pop("files")["relatives/mine.py"]}
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    load_model(tmp_path / "ckpt.pt", CPU)
-    assert "relatives/mine.py has changed since" in capsys.readouterr().err
 
 
 def test_a_file_of_all_models_that_changed_is_named_too(data, tmp_path, monkeypatch, capsys):

@@ -45,7 +45,7 @@ from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.digests import by_path, digests
+from training.digests import digests, path_of
 from training.placement import make_tables
 from training.settings import Settings
 
@@ -57,7 +57,7 @@ FIELDS = dict(
     model=dict[str, Tensor],
     tokenizer=str,
     args=dict[str, Any],
-    files=dict[str, str],
+    relatives=dict[str, str],
     tables=dict[str, Any] | None,
     replaced=str | None,
     own_tables=type(None),  # earlier, the name of a kind that no file of ours had
@@ -144,7 +144,7 @@ def save_checkpoint(
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
-        "files": digests(model.config.ffn, model.config.attention),
+        "relatives": digests(model.config.ffn, model.config.attention),
         **state,
     }
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)
@@ -265,9 +265,7 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         if found != FORMAT:
             ours = "no checkpoint of training.checkpoints.save_checkpoint"
             raise Damage(f"or {ours}: its format is {found!r:.40}, not {FORMAT}")
-        require_fields(checkpoint, relatives=dict[str, str] | None)
-        earlier = by_path(checkpoint.pop("relatives", None) or {})
-        checkpoint = {"edits": [], "files": earlier, **checkpoint}
+        checkpoint = {"edits": [], **checkpoint}
         if "optimizer" not in checkpoint:  # it need not be a run's
             checkpoint = {"step": 0, "data": [], **checkpoint}
         check_fields(checkpoint)
@@ -302,11 +300,12 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     reads all of them."""
     checkpoint = read_checkpoint(path, verify=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
-    then = checkpoint["files"]
+    then = checkpoint["relatives"]
     now = digests(checkpoint["config"].ffn, checkpoint["config"].attention)
     for name in sorted(then):
         if then[name] != now.get(name):
-            print(shown(f"note: {name} has changed since {path} was written"), file=sys.stderr)
+            note = f"note: {path_of(name)} has changed since {path} was written"
+            print(shown(note), file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
             if not name.startswith("tables.") and not all_finite(weight):

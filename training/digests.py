@@ -11,20 +11,19 @@ CORE = ("model.py", "stem.py", "embformer.py")  # of all models
 
 
 def digests(ffn: str, attention: str) -> dict[str, str]:
-    """The digest of each file by its path: of CORE, and of the files of relatives/ that kinds of
-    --ffn and --attention are made of, their own, if they have one, and what it imports from
-    there."""
+    """The digest of each file by its name, see `path_of`: of CORE, and of the files of relatives/
+    that kinds of --ffn and --attention are made of, their own, if they have one, and what it
+    imports from there."""
     root = Path(model.__file__).parent
     found = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in CORE}
     waiting = [ffn, *(kind.partition(":")[0] for kind in attention.split(","))]
     while waiting:
         name = waiting.pop()
         path = model.RELATIVES / f"{name}.py"
-        shown = f"relatives/{name}.py"
-        if shown in found or not path.exists():
+        if name in found or not path.exists():
             continue
         code = path.read_bytes()
-        found[shown] = hashlib.sha256(code).hexdigest()
+        found[name] = hashlib.sha256(code).hexdigest()
         for node in ast.walk(ast.parse(code, str(path))):
             # Whatever an import names: what is no file of relatives/ is passed over above.
             if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -34,6 +33,5 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
     return found
 
 
-def by_path(relatives: dict[str, str]) -> dict[str, str]:
-    """The digests of earlier checkpoints and records, which were of relatives/ alone, by name."""
-    return {f"relatives/{name}.py": digest for name, digest in relatives.items()}
+def path_of(name: str) -> str:
+    return name if name in CORE else f"relatives/{name}.py"

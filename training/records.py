@@ -21,7 +21,6 @@ from tqdm import tqdm
 
 from common import Damage, UserError, atomic, parse_json, reading, require_fields, writing
 from training import ranks
-from training.digests import by_path
 
 # What readers need of a record, by its type.
 FIELDS = {
@@ -29,8 +28,7 @@ FIELDS = {
         args=dict(ffn=str, stem_layers=str, learning_rate=float, batch_size=int, block_size=int),
         sizes=dict(total=int, active=int, flops_per_token=float),
         data=list,
-        files=dict[str, str] | None,
-        relatives=dict[str, str] | None,  # of earlier runs, in place of `files`
+        relatives=dict[str, str] | None,
     ),
     "step": dict(step=int, train_loss=float, grad_norm=float, tok_per_s=float),
     "eval": dict(step=int, val_loss=float),
@@ -150,9 +148,6 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
         run[record["type"]].append(record)
     if not run["run"] or not run["eval"]:
         raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
-    for start in run["run"]:
-        if "relatives" in start:
-            start["files"] = by_path(start.pop("relatives") or {})
     return run
 
 
