@@ -636,6 +636,7 @@ class Decoder(nn.Module):
         cos_sin = cache.cos_sin[:, : start + n]
         x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
+        # Whether the model is trained, its head tells, also one that stands in a wrapper.
         head = self.wte if self.head is None else self.head
         if torch.is_grad_enabled() and any(p.requires_grad for p in head.parameters()):
             for tables in self.all_tables.values():

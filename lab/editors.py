@@ -15,7 +15,7 @@ Both give the updates of their authors' code (github.com/kmeng01/memit), up to r
 settings (lab/counterfact.py) and: the second moments' small ridge; as many texts before the prompt
 for ROME as for MEMIT, of equal weight (in MEMIT's code, the prompt alone has half); what
 `wanted_changes` says. FT-L there trains layer 0, and predicts all of an answer from the prompt
-alone; here it is the layer that knows most, and each token follows those before it.
+alone; here it is one of the layers that know most, and each token follows those before it.
 """
 
 from typing import NamedTuple

@@ -87,7 +87,7 @@ class Attention(model.Attention):
             same = document == last  # as the state
             y = (turned_q @ turned_k.mT * seen) @ v + turned_q @ outer * same
             weights = (q @ k.mT * seen).sum(-1, keepdim=True) + q @ total * same
-            # Features below exp(-17) are 0 in float32.
+            # In float32, features of inputs below -17 are 0.
             ys.append(y / weights.clamp_min(1e-6))
             last = document[:, :, -1:]
             stays = document == last

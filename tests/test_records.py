@@ -26,7 +26,7 @@ ARGS = {
     "max_iters": 2000,
 }
 SIZES = {"total": 9_000_000, "active": 3_000_000, "flops_per_token": 2_500_000}
-RUN = {"type": "run", "args": ARGS, "sizes": SIZES, "data": [], "relatives": {}}  # of long ago
+RUN = {"type": "run", "args": ARGS, "sizes": SIZES, "data": []}
 STEP = {"type": "step", "step": 1, "train_loss": 7.5, "grad_norm": 1.0, "tok_per_s": 100.5}
 EVAL = {"type": "eval", "step": 2, "val_loss": 6.5, "val_loss_per_byte": 1.5}
 RECALL = {"type": "recall", "recall": 0.25}

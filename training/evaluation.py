@@ -36,9 +36,10 @@ def evaluate(settings: Settings) -> None:
         losses = validate(objective, data, settings.eval_tokens, settings.device_batch_size)
         (source,) = data.val.values()
         n, of = len(source.spread(settings.eval_tokens)), source.n_sequence
-        read = f"{n:,} of {of:,} held-out conversations of up to {block_size} tokens"
-        if isinstance(source, Windows):  # whole ones
-            n_token, of = n * block_size, len(source.ids) - 1
-            read = f"{n_token:,} of {of:,} held-out tokens, in windows of {block_size}"
+        if isinstance(source, Windows):  # whole ones: the end of the text may be left out
+            n_token = len(source.ids) - 1
+            read = f"{n * block_size:,} of {n_token:,} held-out tokens, in windows of {block_size}"
+        else:
+            read = f"{n:,} of {of:,} held-out conversations of up to {block_size} tokens"
         print(f"{path} on {folder}: {format_figures(losses)} ({read})")
         report_recall(model, data)
