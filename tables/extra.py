@@ -23,11 +23,7 @@ class ExtraRows(Tables):
         self.weight = tables.weight
         self.extra = nn.Parameter(rows.float(), requires_grad=False)
         self.which = torch.full((self.n_row,), -1)  # which extra row an id reads; -1: none
-        self.read_as(ids or range(tables.n_row, self.n_row))
-
-    def read_as(self, ids: Sequence[int]) -> None:
-        """From now on, these ids read the extra rows, in their order."""
-        self.ids = list(ids)
+        self.ids = list(ids or range(tables.n_row, self.n_row))
         self.which[self.ids] = torch.arange(len(self.ids))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:

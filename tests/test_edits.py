@@ -12,7 +12,6 @@ from corpora.questions import score_answers
 from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
 from lab.edits import INVENTED, all_pairs, report_edits
 from model import Decoder, ModelConfig
-from stem import substitute
 from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
 from tables.tables import ResidentTables
 from text import bpe, chat
@@ -99,15 +98,13 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     later[:, 0] = False
     changes = []
     for keep, same in ((0, none), (100, none), (0, found), (0, later), (100, later)):
-        monkeypatch.setattr(writing, "KEEP", keep)
         monkeypatch.setattr(writing, "ask_the_same", lambda *_, same=same: same)
         model = made(encoding).requires_grad_(False)
         texts = texts_about(model, [prompt[:-1]])
         before = model(texts)[0].log_softmax(-1)
-        model.tables = ExtraRows(model.tables, rows_of(model.tables, name))
-        write_fact(model, [(prompt, answer)], [name], texts, name)
-        read = substitute(texts, name, model.tables.ids)
-        changes.append(model(texts, table_ids=read)[0].log_softmax(-1) - before)
+        model.tables = ExtraRows(model.tables, rows_of(model.tables, name), name)
+        write_fact(model, [model.tables.extra], [(prompt, answer)], [name], texts, keep, 0.2)
+        changes.append(model(texts)[0].log_softmax(-1) - before)
     assert changes[1].abs().mean() < changes[0].abs().mean() / 2
     assert (changes[2] - changes[0])[found][:, answer].mean() > 0.05
     torch.testing.assert_close(changes[3], changes[4])

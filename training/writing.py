@@ -9,7 +9,7 @@ from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
@@ -64,13 +64,13 @@ def train_rows(
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
     tables = model.tables
-    model.tables = ExtraRows(tables, rows_of(tables, own))
+    model.tables = ExtraRows(tables, rows_of(tables, own), own)
+    rows = model.tables.extra
     try:
-        write_fact(model, facts, [name, *spellings], texts, own, stop)
-        rows = model.tables.extra.detach()
+        write_fact(model, [rows], facts, [name, *spellings], texts, KEEP, RATE, stop)
     finally:  # also where it is interrupted, as in a notebook
         model.tables = tables
-    return dict(zip(own, rows, strict=True))
+    return dict(zip(own, rows.detach(), strict=True))
 
 
 def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
@@ -106,21 +106,23 @@ def continued(model: Decoder, ids: Tensor, stop: int = -1) -> Tensor:
 
 def write_fact(
     model: Decoder,
+    weights: Sequence[nn.Parameter],
     facts: Sequence[Fact],
     names: Sequence[list[int]],
     texts: Tensor,
-    own: Sequence[int],
+    keep: float,
+    rate: float,
     stop: int = -1,
 ) -> None:
-    """Let the answer of the first of `facts` follow its prompt, in a model whose tables are
-    ExtraRows of the tokens `own` of a name, by training these rows, which the tokens read from then
-    on. The other facts were written earlier: they are taught again.
+    """Let the answer of the first of `facts` follow its prompt, by training some weights of the
+    model: here, the extra rows of a name. The other facts were written earlier: they are taught
+    again.
 
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
     it says, however it is opened. An earlier fact that asks for the same in other words, and has
-    another answer, is corrected by that. `names`: of `renamed`. `stop`: the token that texts repeat
-    where they have ended."""
+    another answer, is corrected by that. `names`: of `renamed`. `keep`: weight of what is to stay.
+    `rate`: Adam's at the first step. `stop`: the token that texts repeat where they have ended."""
     # 1) where the fact is asked for
     prompt, answer = facts[0]
     n_open, first = opening_of(model, prompt, names, answer)
@@ -144,11 +146,10 @@ def write_fact(
         before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
 
     # 3) train
-    model.tables.read_as(own)
     questions, targets = with_answers(*zip(*taught, strict=True))  # [n, T] each
     is_answer = targets >= 0
     targets = targets[is_answer].to(model.device)  # [k]
-    optimizer = torch.optim.Adam([model.tables.extra.requires_grad_()])
+    optimizer = torch.optim.Adam([weight.requires_grad_() for weight in weights])
     for step in tqdm(range(STEPS), "writing", leave=False, disable=None):
         logits, _ = model(questions)  # [n, T, V]
         nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
@@ -162,8 +163,8 @@ def write_fact(
         stay = ~same[part] & (texts[part] != stop)
         change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
         optimizer.zero_grad()
-        (nats + KEEP * change).backward()
-        optimizer.param_groups[0]["lr"] = RATE * (1 - step / STEPS)
+        (nats + keep * change).backward()
+        optimizer.param_groups[0]["lr"] = rate * (1 - step / STEPS)
         optimizer.step()
 
 
