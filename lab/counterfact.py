@@ -92,10 +92,13 @@ class Method(NamedTuple):
 
 SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
 WRITTEN = [{"keep": keep} for keep in (60, 20, 200)]
-TRAINED = [{"rate": 1e-4}, {"rate": 3e-5}, {"rate": 3e-4}, {"rate": 1e-4, "keep": 30}]
+TRAINED = [{"rate": rate, "keep": keep} for keep in (0, 30, 200) for rate in (1e-4, 3e-5, 3e-4)]
 BOUNDED = [{"rank": rank, "rate": 1e-3, "bound": b} for rank in (0, 1) for b in (0.01, 0.02, 0.05)]
-LORA = [{"rank": 8, "rate": rate} for rate in (1e-3, 3e-4, 3e-3)]
-LORA += [{"rank": 8, "rate": 1e-3, "keep": 30}]
+LORA = [{"rank": 8, "rate": r, "keep": keep} for keep in (0, 30, 200) for r in (1e-3, 3e-4, 3e-3)]
+LORA += [{"rank": rank, "rate": 1e-3, "keep": 30} for rank in (1, 32)]
+HELD_LORA = [{"rank": 8, "rate": rate, "keep": 60} for rate in (3e-3, 1e-3, 1e-2)]
+HELD_LORA += [{"rank": rank, "rate": 3e-3, "keep": 60} for rank in (1, 32)]
+HELD_LORA += [{"rank": 8, "rate": 3e-3, "keep": keep} for keep in (20, 200)]
 RANKS = ((0, 1.0), (1, 1.0), (2, 1.0), (0, 0.5), (1, 0.7), (2, 0.7))  # and limits
 ROME = [{"rank": rank, "limit": limit, "rate": 0.5} for rank, limit in RANKS]
 ROME += [{"rank": rank, "limit": 1.0, "rate": 0.1} for rank in (0, 1, 2)]
@@ -122,6 +125,7 @@ METHODS = {  # in the order in which they are measured
     "MEMIT, dense, texts held": Method("dense", Editor.memit, HELD_DENSE),
     "FT-L": Method("STEM", Editor.fine_tune, BOUNDED, batches=True),
     "LoRA": Method("STEM", Editor.lora, LORA, batches=True),
+    "LoRA, texts held": Method("STEM", Editor.lora_as_rows, HELD_LORA),
     "all weights": Method("STEM", Editor.fine_tune, TRAINED, batches=True),
 }
 

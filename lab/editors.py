@@ -5,6 +5,7 @@
     fine_tune     all weights are trained, or (FT-L: Zhu et al., arXiv 2012.00363) those of one
                   layer within a bound
     lora          an update of low rank is trained (Hu et al., arXiv 2106.09685)
+    lora_as_rows  so it is, by all that `write_rows` does
     rome          one key of one FFN gets another value, in closed form (Meng et al., 2202.05262)
     memit         many keys of several FFNs do (Meng et al., 2210.07229)
 
@@ -18,6 +19,8 @@ for ROME as for MEMIT, of equal weight (in MEMIT's code, the prompt alone has ha
 alone; here it is one of the layers that know most, and each token follows those before it.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -234,18 +237,33 @@ class Editor:
         model = self.model if rank is None else self.model.blocks[self.layers[rank]].ffn.down
         self.train(requests, list(model.parameters()), **how)
 
-    def lora(self, requests: list[Request], rank: int, **how) -> None:
-        """Updates of gates and down-projections."""
+    @contextmanager
+    def low_rank(self, rank: int) -> Iterator[list[nn.Parameter]]:
+        """Updates of gates and down-projections, to be trained within."""
         torch.manual_seed(0)
         weights = []
         updated = [part for block in self.model.blocks for part in (block.ffn.gate, block.ffn.down)]
         for linear in updated:
-            low_rank = LowRank(linear.weight, rank)
-            parametrize.register_parametrization(linear, "weight", low_rank)
-            weights += low_rank.parameters()
-        self.train(requests, weights, **how)
+            update = LowRank(linear.weight, rank)
+            parametrize.register_parametrization(linear, "weight", update)
+            weights += update.parameters()
+        yield weights
         for linear in updated:
             parametrize.remove_parametrizations(linear, "weight")
+        self.model.requires_grad_(False)
+
+    def lora(self, requests: list[Request], rank: int, **how) -> None:
+        with self.low_rank(rank) as weights:
+            self.train(requests, weights, **how)
+
+    def lora_as_rows(self, requests: list[Request], rank: int, **how) -> None:
+        """The control of rows: the same texts are held, and the same is taught."""
+        for request in requests:
+            about = [request, *(old for old in self.written if old.name == request.name)]
+            facts = [(fact.prompt, fact.answer) for fact in about]
+            texts = writing.texts_about(self.model, [request.prompt[: request.end + 1]])
+            with self.low_rank(rank) as weights:
+                writing.write_fact(self.model, weights, facts, [request.name], texts, **how)
 
     # --- keys and values ---
 

@@ -213,10 +213,11 @@ def test_each_method_changes_what_it_says():
     assert list(bounded) == ["blocks.1.ffn.down.weight"]
     for old, new in bounded.values():
         assert (new - old).abs().max() <= 0.02 + 1e-6
-    lora = changed("lora", rank=2, rate=0.01)
-    assert all(".ffn." in name for name in lora)
-    ranks = [torch.linalg.matrix_rank(new - old, rtol=1e-4) for old, new in lora.values()]
-    assert {*map(int, ranks)} == {2}
+    for method, more in (("lora", {}), ("lora_as_rows", {"keep": 60})):
+        lora = changed(method, rank=2, rate=0.01, **more)
+        assert all(".ffn." in name for name in lora)
+        ranks = [torch.linalg.matrix_rank(new - old, rtol=1e-4) for old, new in lora.values()]
+        assert {*map(int, ranks)} == {2}
     (request,) = asked(1)
     swapped = changed("swap_rows", how="copy")
     assert len(swapped) == 2  # tables
