@@ -104,8 +104,9 @@ class Optimizer:
         head = [] if model.head is None else model.head.parameters()
         assert rows.isdisjoint(head), "head and embedding are one: set tie_head=True"
 
-        # Weight decay is for matrices, but not for rows that are looked up: those of tables and of
-        # embeddings (the tied one, pkm's values), which it would shrink when they are not read.
+        # Weight decay is for matrices, several in one parameter, too, but not for rows that are
+        # looked up: those of tables and of embeddings (the tied one, pkm's values), which it would
+        # shrink when they are not read.
         looked_up = set()
         for module in model.modules():
             if isinstance(module, (Tables, torch.nn.Embedding)):
@@ -117,7 +118,7 @@ class Optimizer:
             is_fixed = not (parameter.requires_grad or parameter.is_floating_point())
             if parameter in rows or is_fixed:
                 continue
-            if parameter.dim() == 2 and parameter not in looked_up:
+            if parameter.dim() >= 2 and parameter not in looked_up:
                 linear.append(parameter)
             else:
                 other.append(parameter)
