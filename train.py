@@ -198,7 +198,8 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             )
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
-    elif not settings.overwrite and has_run(out_dir):
+    # Rank 0 alone, with which the folder that it made goes if it fails.
+    elif not settings.overwrite and ranks.rank == 0 and has_run(out_dir):
         ways = "--resume goes on with it, --overwrite replaces it, or choose another --out_dir"
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 

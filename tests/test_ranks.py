@@ -179,3 +179,12 @@ def test_what_several_processes_cannot_share_is_one_line(
     given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
     with user_error(said):
         train.start(train.resolve_settings(**given), {}, Data(str(data), "text", 32, 1, 99), None)
+
+
+def test_a_rank_does_not_ask_for_the_folder_that_rank_0_may_have_deleted(
+    data, tmp_path, monkeypatch
+):
+    """As it does when it fails, whose error is then the one to be read."""
+    settings = train.resolve_settings(**SHAPE, data_dir=str(data), out_dir=tmp_path / "gone")
+    monkeypatch.setattr(ranks, "rank", 1)
+    train.check_start(settings, None, None)
