@@ -190,10 +190,9 @@ class Optimizer:
     def state_dict(self) -> dict:
         # Of AdamW's groups the rates, from which a scheduler goes on: all else is in the settings.
         rates = [group["lr"] for group in self.adamw.param_groups]
-        names = list(self.owners())
-        moments = {names[n]: state for n, state in self.adamw.state_dict()["state"].items()}
+        moments = self.adamw.state_dict()["state"]  # by number
         return {
-            "adamw": {"state": moments, "rates": rates},
+            "adamw": {"state": moments, "names": list(self.owners()), "rates": rates},
             "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()},
             "scaler": self.scaler.state_dict(),
         }
@@ -202,9 +201,12 @@ class Optimizer:
         """UserError: moments are not of the shape of their parameter."""
         self.scaler.load_state_dict(state["scaler"])
         saved = copy.deepcopy(state["adamw"]["state"])  # else the file stays mapped
+        owners = self.owners()
+        names = state["adamw"].get("names", owners)  # which earlier checkpoints do not have
+        numbers = {name: number for number, name in enumerate(names)}
         moments = {}
-        for n, (name, parameter) in enumerate(self.owners().items()):
-            of_one = saved.get(name, saved.get(n))  # earlier checkpoints have numbers alone
+        for n, (name, parameter) in enumerate(owners.items()):
+            of_one = saved.get(numbers.get(name))
             if of_one is None:  # it never had a gradient
                 continue
             moments[n] = of_one
