@@ -116,9 +116,13 @@ def resolve_settings(**given) -> Settings:
 
 @dataclass
 class Run:
-    """State of one run: settings, data, model, objective, optimizer, step."""
+    """State of one run: settings, data, model, objective, optimizer, step.
+
+    files: digests of the code that it runs, which is that of its beginning: whoever edits a file
+    meanwhile, for the next run, does not change this one."""
 
     settings: Settings
+    files: dict[str, str]
     data: Data
     model: Decoder
     objective: NextToken
@@ -146,12 +150,14 @@ class Run:
             step=self.step,
             args=self.settings.flat(),
             data=self.data.metas,
+            relatives=self.files,
             **state,
         )
 
 
 def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does once its flags have become settings."""
+    files = digests(settings.model.ffn, settings.model.attention)
     with run_folder(settings.out_dir):
         # 1) data, and the checkpoint to continue or to start from
         checkpoint = None
@@ -165,7 +171,7 @@ def train(settings: Settings) -> None:
         check_start(settings, data, checkpoint)
 
         # 2) train
-        run = start(settings, data, checkpoint)
+        run = start(settings, files, data, checkpoint)
         del checkpoint  # else its file stays mapped, and takes room when it has been replaced
         describe(settings, data, run.objective)
         fit(run)
@@ -192,12 +198,13 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             )
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
-    elif not settings.overwrite and has_run(out_dir):
+    # Rank 0 alone, with which the folder that it made goes if it fails.
+    elif not settings.overwrite and ranks.rank == 0 and has_run(out_dir):
         ways = "--resume goes on with it, --overwrite replaces it, or choose another --out_dir"
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 
 
-def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
+def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dict | None) -> Run:
     """A run at its first step or, if it resumes, at the step of its checkpoint."""
     # 1) how a step is divided: as many micro-batches for each rank, none above --device_batch_size
     # (8 sequences, 4 at a time: 2 micro-batches; 3 ranks would need 6, which do not divide 8)
@@ -235,7 +242,7 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
     boundary = data.encoding.eot_token if settings.doc_mask else None
     objective = STAGES[settings.stage].objective(model, dtype, boundary, settings)
     optimizer = Optimizer(model, settings, dtype)
-    run = Run(settings, data, model, objective, optimizer, n_part)
+    run = Run(settings, files, data, model, objective, optimizer, n_part)
 
     # 4) what was trained before
     if checkpoint is not None:
@@ -270,7 +277,7 @@ def fit(run: Run) -> None:
         args=settings.flat(),
         sizes=model_sizes(model),
         data=data.metas,
-        relatives=digests(settings.model.ffn, settings.model.attention),
+        relatives=run.files,
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU

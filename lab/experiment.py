@@ -47,7 +47,7 @@ from text.dataset import read_meta
 from text.download import MOBY_DICK
 from train import resolve_settings, train
 from training.checkpoints import load_model
-from training.digests import CORE, digests
+from training.digests import CORE, digests, path_of
 from training.records import read_run
 from training.settings import RESUMABLE_FLAGS, device_flag
 
@@ -194,6 +194,8 @@ class Experiment:
             train_here(waiting)
         elif waiting:
             train_all(waiting, self.jobs)
+        for folder in waiting:
+            note_changes(folder)
         return folders
 
     def measure(self, name: str, function: Callable, folders: Iterable[Path], *arguments) -> list:
@@ -218,10 +220,13 @@ class Experiment:
 
 
 def note_changes(folder: Path) -> None:
-    """Say if a file of CORE has changed since a run was trained, or part of it before a resume."""
-    now = digests("dense", "full")
-    starts = [{**now, **(start.get("relatives") or {})} for start in read_run(folder)["run"]]
-    changed = [name for name in CORE if any(then[name] != now[name] for then in starts)]
+    """Say if a file of its code has changed since a run began, or part of it before a resume: one
+    of CORE, or one of relatives/ that was edited while an analysis went on."""
+    starts = read_run(folder)["run"]
+    args = starts[-1]["args"]
+    now = digests(args["ffn"], args["attention"])
+    then = [{**now, **(start.get("relatives") or {})} for start in starts]
+    changed = [path_of(name) for name in now if any(files[name] != now[name] for files in then)]
     if changed:
         say_once(f"{', '.join(changed)} changed since kept runs were trained: --fresh begins anew")
 

@@ -208,7 +208,11 @@ def test_runs_are_trained_once_and_go_on_where_they_were_stopped(experiment, mon
     # A second stage is another run for each model that it goes on with.
     origins = [run / "ckpt.pt" for run in (first, second)]
     further = {"stage": "context", "block_size": 32, "init_from": origins}
-    monkeypatch.setattr(shared, "train_all", lambda waiting, *_: trained.extend(waiting))
+
+    def copy_all(waiting, *_):
+        trained.extend(shutil.copytree(first, run, dirs_exist_ok=True) for run in waiting)
+
+    monkeypatch.setattr(shared, "train_all", copy_all)
     assert experiment.train({"": further})[""] == trained[3:]
     assert len(set(trained)) == 4
 
@@ -275,6 +279,28 @@ def test_a_changed_file_of_relatives_makes_the_runs_of_its_kind_new(
             file.write("# changed\n")
         after = folders()
         assert {kind for kind in before if before[kind] != after[kind]} == expected
+
+
+def test_a_file_of_relatives_that_changes_during_an_analysis_is_named(
+    experiment, tmp_path, add_relative, monkeypatch, capsys
+):
+    """A later seed's process imports the new one, in the folder that has the digest of the old."""
+    path = add_relative("edited", "import model\n\n\nclass Decoder(model.Decoder):\n    pass\n")
+    began = path.read_text()
+
+    def train_all(waiting, at_once):
+        for number, (folder, given) in enumerate(waiting.items()):
+            path.write_text(began + number * "# changed\n")
+            shared.train_here({folder: given})
+
+    monkeypatch.setattr(shared, "train_all", train_all)
+    kinds = {"": {**SMALL, "n_layer": 2, "ffn": "edited"}}
+    for _ in range(2):  # also of runs that are kept
+        folders = experiment.train(kinds)[""]
+        assert len(folders) == 2
+        assert "note: relatives/edited.py changed since" in capsys.readouterr().err
+        shared.say_once.cache_clear()
+        path.write_text(began)
 
 
 ENDS = """

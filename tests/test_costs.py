@@ -12,7 +12,9 @@ from lab import costs
 from lab.costs import Costs
 from lab.experiment import KINDS, MAIN
 from tables.tables import Tables
+from training.optimizer import Optimizer
 from training.report import model_sizes
+from training.settings import Settings
 
 N = 12  # tokens
 SHAPE = dict(n_layer=4, n_kv_head=2)
@@ -71,6 +73,19 @@ def test_what_a_token_does_not_use_is_left_out_wherever_it_is():
     after = model_sizes(model)
     assert after["total"] == before["total"] + 99 * 8
     assert all(after[name] == before[name] for name in ("active", "flops_per_token"))
+
+
+def test_matrices_in_one_parameter_count_as_those_that_stand_alone():
+    """Experts are often one parameter: [n, 32, 8] is n matrices, which decay and cost FLOPs."""
+    stacked, alone = decoder(), decoder()
+    stacked.experts = torch.nn.Parameter(torch.ones(3, 32, 8))
+    alone.experts = torch.nn.ParameterList(torch.ones(32, 8) for _ in range(3))
+    assert model_sizes(stacked) == model_sizes(alone)
+    decayed = []
+    for model in (stacked, alone):
+        groups = Optimizer(model, Settings(model=model.config)).adamw.param_groups
+        decayed.append(sum(p.numel() for g in groups if g["weight_decay"] for p in g["params"]))
+    assert decayed[0] == decayed[1]
 
 
 def test_returns_are_as_uncertain_as_dense_is(monkeypatch):

@@ -37,6 +37,8 @@ from lab.experiment import note_changes
 from lab.runs import runs
 from training import batches
 from training.checkpoints import load_model, save_checkpoint
+from training.digests import digests
+from training.records import read_run
 from training.settings import Settings
 
 # What somebody adds to the project. A mistake is a line that is put in at its `place`.
@@ -165,6 +167,30 @@ def test_a_file_that_changed_since_is_named(right, data, tmp_path, monkeypatch, 
         "| 1",
         "| 2",
     ]
+
+
+def test_a_file_that_changes_while_a_run_goes_on_is_not_the_runs(
+    data, tmp_path, monkeypatch, capsys
+):
+    """Python has imported the old one, so that this is what was trained, to the end."""
+    path = add_mine(monkeypatch, tmp_path)
+    began = path.read_text()
+
+    def edit(step, settings):
+        path.write_text(began + "# changed\n")
+        return 1.0
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "schedule", edit)
+        out = small_run(data, tmp_path / "out", ffn="mine", max_iters=2, eval_interval=1)
+    capsys.readouterr()
+    load_model(out, CPU)
+    assert f"mine.py has changed since {out}" in capsys.readouterr().err
+    path.write_text(began)
+    load_model(out, CPU)
+    assert not capsys.readouterr().err
+    (start,) = read_run(out)["run"]
+    assert start["relatives"] == digests("mine", "full")
 
 
 def test_a_file_of_all_models_that_changed_is_named_too(data, tmp_path, monkeypatch, capsys):

@@ -108,6 +108,8 @@ def assert_same_training(a: Path, b: Path) -> None:
         for name in {"val_loss", "margin", "accuracy"} & other.keys():
             assert evals[0][step][name] == pytest.approx(other[name], rel=1e-4, abs=1e-5)
     one, other = (load_checkpoint(folder / "ckpt.pt", verify=True) for folder in (a, b))
+    names = [each["optimizer"]["adamw"].pop("names") for each in (one, other)]
+    assert names[0] == names[1]
     for part in ("model", "optimizer", "step"):
         assert_close(one[part], other[part])
 
@@ -178,4 +180,13 @@ def test_what_several_processes_cannot_share_is_one_line(
     monkeypatch.setattr(ranks, "size", n)
     given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
     with user_error(said):
-        train.start(train.resolve_settings(**given), Data(str(data), "text", 32, 1, 99), None)
+        train.start(train.resolve_settings(**given), {}, Data(str(data), "text", 32, 1, 99), None)
+
+
+def test_a_rank_does_not_ask_for_the_folder_that_rank_0_may_have_deleted(
+    data, tmp_path, monkeypatch
+):
+    """As it does when it fails, whose error is then the one to be read."""
+    settings = train.resolve_settings(**SHAPE, data_dir=str(data), out_dir=tmp_path / "gone")
+    monkeypatch.setattr(ranks, "rank", 1)
+    train.check_start(settings, None, None)

@@ -47,7 +47,7 @@ from text import bpe
 from text.dataset import read_meta
 from text.writer import write_dataset
 from training.batches import Data
-from training.checkpoints import checkpoint_of, load_model, save_checkpoint
+from training.checkpoints import checkpoint_of, load_checkpoint, load_model, save_checkpoint
 from training.objectives import NextToken
 from training.optimizer import Optimizer, schedule
 from training.records import Meter, read_run
@@ -511,6 +511,7 @@ def test_the_code_of_the_pages_runs(data, tmp_path, add_relative):
         exec(block, {"__name__": "a_script"})
         if "# relatives/shared.py" in block:
             add_relative("shared", block)
+    assert load_checkpoint("out/tiny/mine.pt")["data"]  # by which edit.py knows the countries
     out = small_run(data, tmp_path / "shared", ffn="shared", max_iters=2)
     first, encoding, _ = load_model(out, CPU)
     resume(out, max_iters=3, offload="disk")

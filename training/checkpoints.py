@@ -111,7 +111,7 @@ def save_checkpoint(
         args: the settings of the run that trained the model, if there was one. Those of the model
             are added, or replaced, from `model.config`.
         state: further fields of plain values and tensors, such as those that --resume needs (with
-            `optimizer`, all of RESUMABLE).
+            `optimizer`, all of RESUMABLE). A run gives `relatives`, the digests of its beginning.
 
     Raises:
         UserError: the tokenizer is not the model's, `args` has something that is no setting, or the

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from common import UserError
 from model import Decoder
 from tables.rmsprop import RowRMSprop
 from tables.tables import Tables
@@ -104,20 +105,23 @@ class Optimizer:
         head = [] if model.head is None else model.head.parameters()
         assert rows.isdisjoint(head), "head and embedding are one: set tie_head=True"
 
-        # Weight decay is for matrices, but not for rows that are looked up: those of tables and of
-        # embeddings (the tied one, pkm's values), which it would shrink when they are not read.
+        # Weight decay is for matrices, several in one parameter, too, but not for rows that are
+        # looked up: those of tables and of embeddings (the tied one, pkm's values), which it would
+        # shrink when they are not read.
         looked_up = set()
         for module in model.modules():
             if isinstance(module, (Tables, torch.nn.Embedding)):
                 looked_up.update(module.parameters())
         linear, other = [], []
-        for parameter in model.parameters():
+        self.names: dict[Tensor, str] = {}
+        for name, parameter in model.named_parameters():
             # Those that are frozen are there, too: they may be released later. AdamW leaves alone
             # what has no gradient, and refuses integers.
             is_fixed = not (parameter.requires_grad or parameter.is_floating_point())
             if parameter in rows or is_fixed:
                 continue
-            if parameter.dim() == 2 and parameter not in looked_up:
+            self.names[parameter] = name
+            if parameter.dim() >= 2 and parameter not in looked_up:
                 linear.append(parameter)
             else:
                 other.append(parameter)
@@ -177,18 +181,39 @@ class Optimizer:
             rmsprop.tables.zero_grad()  # of a step that was skipped
         return norm
 
+    def owners(self) -> dict[str | int, Tensor]:
+        """AdamW's parameters in their order, by name: their order may change, when lines of a model
+        do. Those that are not the model's, but were added to AdamW, by number."""
+        added = [p for group in self.adamw.param_groups for p in group["params"]]
+        return {self.names.get(parameter, n): parameter for n, parameter in enumerate(added)}
+
     def state_dict(self) -> dict:
         # Of AdamW's groups the rates, from which a scheduler goes on: all else is in the settings.
         rates = [group["lr"] for group in self.adamw.param_groups]
+        moments = self.adamw.state_dict()["state"]  # by number
         return {
-            "adamw": {"state": self.adamw.state_dict()["state"], "rates": rates},
+            "adamw": {"state": moments, "names": list(self.owners()), "rates": rates},
             "rows": {name: rmsprop.state_dict() for name, rmsprop in self.rmsprops.items()},
             "scaler": self.scaler.state_dict(),
         }
 
     def load_state_dict(self, state: dict) -> None:
+        """UserError: moments are not of the shape of their parameter."""
         self.scaler.load_state_dict(state["scaler"])
-        moments = copy.deepcopy(state["adamw"]["state"])  # else the file stays mapped
+        saved = copy.deepcopy(state["adamw"]["state"])  # else the file stays mapped
+        owners = self.owners()
+        names = state["adamw"].get("names", owners)  # which earlier checkpoints do not have
+        numbers = {name: number for number, name in enumerate(names)}
+        moments = {}
+        for n, (name, parameter) in enumerate(owners.items()):
+            of_one = saved.get(numbers.get(name))
+            if of_one is None:  # it never had a gradient
+                continue
+            moments[n] = of_one
+            moment = of_one.get("exp_avg", parameter)
+            if moment.shape != parameter.shape:  # AdamW would read beyond its end
+                wrong = f"moments of {name} are {[*moment.shape]}, not {[*parameter.shape]}"
+                raise UserError(f"{wrong}: --resume cannot go on: use --init_from")
         self.adamw.load_state_dict({**self.adamw.state_dict(), "state": moments})
         rates = state["adamw"].get("rates", [])  # which earlier checkpoints do not have
         for group, rate in zip(self.adamw.param_groups, rates, strict=False):

@@ -35,7 +35,7 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     others = {*model.tables.parameters(), *(model.wte.parameters() if row else ())}
     dense = [p for p in model.parameters() if p not in others]
     backbone = sum(p.numel() for p in dense) + embedding
-    matrices = sum(p.numel() for p in dense if p.dim() == 2)
+    matrices = sum(p.numel() for p in dense if p.dim() >= 2)
     idle = sum(getattr(module, "idle", 0) for module in model.modules())
     rows = len(model.tables.weight) * model.tables.width * model.tables.n_rank * model.n_address
     # q k, and its weight times v

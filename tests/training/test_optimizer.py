@@ -5,6 +5,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import user_error
 from torch import nn
 
 from model import Decoder, ModelConfig
@@ -107,6 +108,36 @@ def test_what_is_released_after_the_optimizer_was_made_is_trained():
     assert optimizer.adamw.state
     for weight, state in optimizer.adamw.state.items():
         assert torch.equal(other.adamw.state[weight]["exp_avg"], state["exp_avg"])
+
+
+def test_moments_find_their_weights_when_a_model_makes_these_in_another_order():
+    """As when lines of a relative change places. Earlier checkpoints have numbers, which cannot
+    tell: AdamW would read beyond the end of smaller moments."""
+
+    def trained(model, state=None):
+        optimizer = optimizer_of(model)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        model(IDS, IDS)[1].backward()
+        optimizer.step(fraction=1.0)
+        return optimizer.state_dict()
+
+    model, other = small(), small()
+    state = trained(model)
+    other.load_state_dict(model.state_dict())
+    norm = other._modules.pop("norm")
+    qkv = other.blocks[0].attn._modules.pop("qkv")
+    other.norm, other.blocks[0].attn.qkv = norm, qkv
+    of_earlier = {**state, "adamw": {"state": state["adamw"]["state"]}}
+    with user_error(r"moments of .* are \[.*\], not"):
+        optimizer_of(other).load_state_dict(of_earlier)
+    same = small()
+    same.load_state_dict(model.state_dict())
+    trained(model, state)
+    trained(other, state)
+    trained(same, of_earlier)
+    for each in (other, same):
+        torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
 def test_a_scheduler_of_pytorch_sets_the_rates_of_adamw_and_of_rows():
