@@ -196,9 +196,9 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
         raise UserError(
             f"--prompt has {len(ids)} tokens, and --write {longest}, but room is {room}"
         )
-    # Of the answer with and without a space before it, take the one that the model finds likelier.
-    first = [answer[:1] for answer in answers]
-    likely = score_answers(model, [ids] * len(answers), first).probability
+    # Of the answer with and without a space before it, take the one that the model finds likelier:
+    # as a whole, as a piece of a word may be likelier than a word that is not expected.
+    likely = score_answers(model, [ids] * len(answers), answers).probability
     answer = answers[likely.argmax()]
 
     # 2) where the name is
