@@ -138,7 +138,7 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, ckpt, monke
     saved = ckpt.with_name("saved.pt")
     prompt = torch.tensor([encode(encoding, "Country: Spain")])
     begun = encoding.decode([made(encoding)(prompt)[0][0, -1].argmax().item()]).strip()
-    for corpus in ("countries", "files"):
+    for corpus in ("countries", "files", "elements"):  # the last one is generated
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         edited(ckpt, saved, write="S", **SPAIN)
         shown = capsys.readouterr().out

@@ -104,7 +104,7 @@ def has_own_text(checkpoint: dict) -> bool:
     that we do not know. Then it may know other names than those of the countries. The preset does
     not tell: a run on one's own text inherits it from the model that it continues."""
     corpora = {meta["corpus"] for meta in checkpoint["data"]}
-    return not corpora or "files" in corpora
+    return not corpora or not corpora <= {"countries", "countries-sft", "countries-dpo"}
 
 
 def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
