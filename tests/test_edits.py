@@ -1,6 +1,7 @@
 """lab/edits.py and training/writing.py, with answers made to be known."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from conftest import CPU, assert_same, by_turns, user_error, write_jsonl
 from corpora import countries
 from corpora.questions import score_answers
 from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
-from lab.edits import INVENTED, all_pairs, report_edits
+from lab.edits import INVENTED, all_pairs, report_edits, row_with_edits
+from lab.experiment import Experiment
 from model import Decoder, ModelConfig
 from stem import substitute
 from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
@@ -19,6 +21,7 @@ from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.records import to_line
 from training.writing import ask_the_same, opening_of, texts_about, train_rows, write_fact
 
 COUNTRIES = countries.table()
@@ -74,6 +77,15 @@ def test_a_model_of_other_text_is_refused():
     other = bpe.train([" Call me Ishmael."] * 20, 300)
     with user_error("no country is one token"):
         report_edits(made(other), other, {}, 1)
+
+
+def test_edits_are_not_measured_of_runs_that_recall_other_facts(trained, tmp_path):
+    """Such as those of a generated corpus of one's own, which `ask` has questions to."""
+    folder = shutil.copytree(trained["stem"], tmp_path / "run")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(to_line({"type": "recall", "step": 12, "recall": 0.25}))
+    cells = row_with_edits(Experiment(tmp_path, device="cpu"), "stem", [folder])
+    assert (cells["recalled"], cells["edits that succeed"]) == ("25.0%", "")
 
 
 def test_edits_of_rows_that_are_not_of_names_are_not_measured(encoding):
