@@ -344,6 +344,16 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, ckpt, monkeypat
     assert found == [[], facts[:1], facts, facts[1:], facts, facts[:1]]
 
 
+def test_facts_of_earlier_commands_that_an_edit_takes_away_are_named(encoding, ckpt, capsys):
+    """But not those that are written anew."""
+    lost = []
+    for change in ({"write": "S"}, {"write": "F"}, {"target": "Peru"}):
+        edited(ckpt, ckpt, **SPAIN, **change)
+        lost += [line for line in capsys.readouterr().out.splitlines() if "lost" in line]
+    (line,) = lost
+    assert "'Country: Spain F'" in line or "'Country: SpainF'" in line
+
+
 def test_a_chat_is_edited_where_it_answers(encoding, ckpt, capsys):
     talk = by_turns("Where is Spain?", "Fiji.")
     ids = np.array([encoding.eot_token, *chat.render(encoding, talk)])
