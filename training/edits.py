@@ -437,4 +437,9 @@ def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Locate
         text = encoding.encode_ordinary(encoding.decode(prompt + located.answer))
         if text[: len(prompt)] != prompt:  # as in Chinese
             return "in texts, a token reaches from the prompt into the answer: end it elsewhere"
-    return "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
+    if not recall.reaches_ahead(model):
+        return LAST
+    return (
+        "words that it never wrote as an answer are beyond a name's rows; others may be learned "
+        "with another --prompt or --write"
+    )
