@@ -172,9 +172,12 @@ def table(reports: list[list[dict]]) -> str:
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    model, *others = load_model(ckpt, device)
+    model, encoding, checkpoint = load_model(ckpt, device)
     check_editable(model)
-    print(table([report_edits(model, *others, MOST)["parts"]]))
+    corpora = {meta["corpus"] for meta in checkpoint["data"]}
+    if corpora and not corpora & {"countries", "countries-sft", "countries-dpo"}:
+        print(f"note: {ckpt} is of other text, but asked for facts about the countries\n")
+    print(table([report_edits(model, encoding, checkpoint, MOST)["parts"]]))
 
 
 def edits(experiment: Experiment) -> None:

@@ -11,7 +11,7 @@ from conftest import CPU, assert_same, by_turns, user_error, write_jsonl
 from corpora import countries
 from corpora.questions import score_answers
 from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
-from lab.edits import INVENTED, all_pairs, report_edits, row_with_edits
+from lab.edits import INVENTED, all_pairs, measure_checkpoint, report_edits, row_with_edits
 from lab.experiment import Experiment
 from model import Decoder, ModelConfig
 from stem import substitute
@@ -86,6 +86,19 @@ def test_edits_are_not_measured_of_runs_that_recall_other_facts(trained, tmp_pat
         file.write(to_line({"type": "recall", "step": 12, "recall": 0.25}))
     cells = row_with_edits(Experiment(tmp_path, device="cpu"), "stem", [folder])
     assert (cells["recalled"], cells["edits that succeed"]) == ("25.0%", "")
+
+
+def test_it_is_said_that_a_model_of_other_text_is_asked_for_the_countries(
+    encoding, ckpt, monkeypatch, capsys
+):
+    """Its vocabulary may have their names. What a model without data knows, nobody says."""
+    report = {"parts": [{"names": "one token"}]}
+    monkeypatch.setattr("lab.edits.report_edits", lambda *_: report)
+    for corpora, is_said in ((["files"], True), (["files", "countries"], False), ([], False)):
+        data = [{"corpus": corpus} for corpus in corpora]
+        save_checkpoint(ckpt, made(encoding), encoding, data=data)
+        measure_checkpoint(ckpt, CPU)
+        assert ("of other text" in capsys.readouterr().out) == is_said
 
 
 def test_edits_of_rows_that_are_not_of_names_are_not_measured(encoding):
