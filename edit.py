@@ -16,8 +16,9 @@
 keeps Spain's own, for --undo. A saved edit affects every use of these tokens, also in what follows
 the prompt, and is shown like that. So rows of everyday words of a name (" of", " the") stay. Facts
 that were written into the same rows before, and saved, are taught again with the next one, which
-would change them. To correct one of them, write it anew. If its prompt was in other words, a note
-says that it is corrected; without a note, its old answer was taught, too: give its own prompt.
+would change them; those that are lost nevertheless are named. To correct one of them, write it
+anew. If its prompt was in other words, a note says that it is corrected; without a note, its old
+answer was taught, too: give its own prompt.
 
 --facts writes one fact after the other, each into the rows that the earlier ones left. A line is
 {"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the
@@ -107,13 +108,21 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
         learned = compare(model, encoding, edit, located, after)
         written = [(located.prompt, located.answer)] if edit.write else []
 
-    # 3) save what the model reads now
-    if not path:
-        return
-    if not learned:
+    if path and not learned:
         what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
         raise UserError(f"--save: nothing is saved, as {what} learned")
-    save(path, checkpoint, encoding, model.tables, written)
+
+    # 3) which earlier facts the model no longer says
+    rewritten = [prompt for prompt, _ in written]
+    said = written_facts(checkpoint, model)
+    for fact in earlier:
+        if fact not in said and fact[0] not in rewritten:
+            text = encoding.decode(fact[0][1:] + fact[1])
+            print(f"lost: {text!r}, which was written before")
+
+    # 4) save what it reads now
+    if path:
+        save(path, checkpoint, encoding, model.tables, written)
 
 
 def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, dict]:

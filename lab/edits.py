@@ -26,7 +26,7 @@ from common import UserError
 from corpora import countries
 from corpora.questions import mean, score_answers
 from corpora.recall import has_own_rows
-from lab.experiment import Experiment, Kinds, pick
+from lab.experiment import Experiment, Kinds, last_start, pick
 from lab.pictures import interval, markdown
 from lab.runs import row
 from model import Decoder
@@ -148,11 +148,13 @@ def table_with_edits(experiment: Experiment, kinds: Kinds) -> str:
 
 
 def row_with_edits(experiment: Experiment, name: str, folders: list[Path]) -> dict[str, str]:
-    """A row about runs of a kind; where rows belong to names, with the share of edits that succeed,
-    for names of one token."""
-    cells = row(name, [read_run(folder) for folder in folders])
+    """A row about runs of a kind; where rows belong to names of countries, with the share of edits
+    that succeed, for names of one token."""
+    runs = [read_run(folder) for folder in folders]
+    cells = row(name, runs)
+    corpora = {meta["corpus"] for meta in last_start(runs[0])["data"]}
     successes = []
-    if cells["capitals recalled"]:
+    if cells["recalled"] and "countries" in corpora:
         successes = [report["success"] for report in measure_edits(experiment, folders)]
     return {**cells, "edits that succeed": interval(".1%", successes)}
 
@@ -170,9 +172,12 @@ def table(reports: list[list[dict]]) -> str:
 
 
 def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
-    model, *others = load_model(ckpt, device)
+    model, encoding, checkpoint = load_model(ckpt, device)
     check_editable(model)
-    print(table([report_edits(model, *others, MOST)["parts"]]))
+    corpora = {meta["corpus"] for meta in checkpoint["data"]}
+    if corpora and not corpora & {"countries", "countries-sft", "countries-dpo"}:
+        print(f"note: {ckpt} is of other text, but asked for facts about the countries\n")
+    print(table([report_edits(model, encoding, checkpoint, MOST)["parts"]]))
 
 
 def edits(experiment: Experiment) -> None:

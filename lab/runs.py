@@ -102,7 +102,7 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         "MFLOP a token": f"{sizes['flops_per_token'] / 1e6:.2f}",
         "val loss": interval(".3f", [record["val_loss"] for record in last]),
         "per byte": interval(".3f", [record.get("val_loss_per_byte") for record in last]),
-        "capitals recalled": interval(".1%", recalls),
+        "recalled": interval(".1%", recalls),
         "spikes in 1,000 steps": interval(".1f", [spike_rate(run) for run in group]),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
         "active": f"{sizes['active'] / 1e6:.2f} M",

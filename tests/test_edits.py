@@ -1,6 +1,7 @@
 """lab/edits.py and training/writing.py, with answers made to be known."""
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from conftest import CPU, assert_same, by_turns, user_error, write_jsonl
 from corpora import countries
 from corpora.questions import score_answers
 from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
-from lab.edits import INVENTED, all_pairs, report_edits
+from lab.edits import INVENTED, all_pairs, measure_checkpoint, report_edits, row_with_edits
+from lab.experiment import Experiment
 from model import Decoder, ModelConfig
 from tables.extra import ExtraRows, mean_rows, rows_of, with_rows
 from tables.tables import ResidentTables
@@ -18,6 +20,7 @@ from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.records import to_line
 from training.writing import ask_the_same, opening_of, texts_about, train_rows, write_fact
 
 COUNTRIES = countries.table()
@@ -73,6 +76,28 @@ def test_a_model_of_other_text_is_refused():
     other = bpe.train([" Call me Ishmael."] * 20, 300)
     with user_error("no country is one token"):
         report_edits(made(other), other, {}, 1)
+
+
+def test_edits_are_not_measured_of_runs_that_recall_other_facts(trained, tmp_path):
+    """Such as those of a generated corpus of one's own, which `ask` has questions to."""
+    folder = shutil.copytree(trained["stem"], tmp_path / "run")
+    with open(folder / "metrics.jsonl", "a") as file:
+        file.write(to_line({"type": "recall", "step": 12, "recall": 0.25}))
+    cells = row_with_edits(Experiment(tmp_path, device="cpu"), "stem", [folder])
+    assert (cells["recalled"], cells["edits that succeed"]) == ("25.0%", "")
+
+
+def test_it_is_said_that_a_model_of_other_text_is_asked_for_the_countries(
+    encoding, ckpt, monkeypatch, capsys
+):
+    """Its vocabulary may have their names. What a model without data knows, nobody says."""
+    report = {"parts": [{"names": "one token"}]}
+    monkeypatch.setattr("lab.edits.report_edits", lambda *_: report)
+    for corpora, is_said in ((["files"], True), (["files", "countries"], False), ([], False)):
+        data = [{"corpus": corpus} for corpus in corpora]
+        save_checkpoint(ckpt, made(encoding), encoding, data=data)
+        measure_checkpoint(ckpt, CPU)
+        assert ("of other text" in capsys.readouterr().out) == is_said
 
 
 def test_edits_of_rows_that_are_not_of_names_are_not_measured(encoding):
@@ -135,7 +160,7 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, ckpt, monke
     saved = ckpt.with_name("saved.pt")
     prompt = torch.tensor([encode(encoding, "Country: Spain")])
     begun = encoding.decode([made(encoding)(prompt)[0][0, -1].argmax().item()]).strip()
-    for corpus in ("countries", "files"):
+    for corpus in ("countries", "files", "elements"):  # the last one is generated
         save_checkpoint(ckpt, made(encoding), encoding, data=[{"corpus": corpus}])
         edited(ckpt, saved, write="S", **SPAIN)
         shown = capsys.readouterr().out
@@ -327,6 +352,16 @@ def test_facts_are_kept_with_the_edits_that_wrote_them(encoding, ckpt, monkeypat
         undo(Edit(ckpt, undo=True), ckpt)
         change(source="Peru", write="F", save=None)
     assert found == [[], facts[:1], facts, facts[1:], facts, facts[:1]]
+
+
+def test_facts_of_earlier_commands_that_an_edit_takes_away_are_named(encoding, ckpt, capsys):
+    """But not those that are written anew."""
+    lost = []
+    for change in ({"write": "S"}, {"write": "F"}, {"target": "Peru"}):
+        edited(ckpt, ckpt, **SPAIN, **change)
+        lost += [line for line in capsys.readouterr().out.splitlines() if "lost" in line]
+    (line,) = lost
+    assert "'Country: Spain F'" in line or "'Country: SpainF'" in line
 
 
 def test_a_chat_is_edited_where_it_answers(encoding, ckpt, capsys):

@@ -142,6 +142,22 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
     assert found == encoding.encode_ordinary(space + answer)
 
 
+def test_a_likely_piece_of_a_word_does_not_say_that_no_space_stands_before_it():
+    """A number that the model does not expect is hardly less likely than its first digit."""
+    encoding = bpe.train(["born in 1941.", "born in 1941."] * 20, 300)
+    spaced, bare = (encoding.encode_ordinary(f"{space}1941.") for space in (" ", ""))
+    assert len(spaced) < len(bare)
+
+    def model(batch, **_):
+        logits = torch.zeros(*batch.shape, encoding.n_vocab)
+        logits[..., bare[0]] = 1.0
+        return logits, None
+
+    model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
+    asked = edit.Edit(source="born", prompt="born in", write="1941.")
+    assert edit.locate(model, encoding, asked).answer == spaced
+
+
 @pytest.mark.parametrize(
     ("sentence", "rest"),
     [

@@ -104,7 +104,7 @@ def has_own_text(checkpoint: dict) -> bool:
     that we do not know. Then it may know other names than those of the countries. The preset does
     not tell: a run on one's own text inherits it from the model that it continues."""
     corpora = {meta["corpus"] for meta in checkpoint["data"]}
-    return not corpora or "files" in corpora
+    return not corpora or not corpora <= {"countries", "countries-sft", "countries-dpo"}
 
 
 def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
@@ -196,9 +196,9 @@ def locate(model: Decoder, encoding: tiktoken.Encoding, edit: Edit) -> Located:
         raise UserError(
             f"--prompt has {len(ids)} tokens, and --write {longest}, but room is {room}"
         )
-    # Of the answer with and without a space before it, take the one that the model finds likelier.
-    first = [answer[:1] for answer in answers]
-    likely = score_answers(model, [ids] * len(answers), first).probability
+    # Of the answer with and without a space before it, take the one that the model finds likelier:
+    # as a whole, as a piece of a word may be likelier than a word that is not expected.
+    likely = score_answers(model, [ids] * len(answers), answers).probability
     answer = answers[likely.argmax()]
 
     # 2) where the name is
@@ -437,4 +437,9 @@ def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Locate
         text = encoding.encode_ordinary(encoding.decode(prompt + located.answer))
         if text[: len(prompt)] != prompt:  # as in Chinese
             return "in texts, a token reaches from the prompt into the answer: end it elsewhere"
-    return "new words are beyond a name's rows" if recall.reaches_ahead(model) else LAST
+    if not recall.reaches_ahead(model):
+        return LAST
+    return (
+        "words that it never wrote as an answer are beyond a name's rows; others may be learned "
+        "with another --prompt or --write"
+    )

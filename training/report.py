@@ -156,7 +156,7 @@ def report_recall(model: Decoder, data: Data) -> dict[str, float]:
     shares = recall.ask(model, data.encoding, data.corpora)
     if shares:
         text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        print(f"recall of capitals, held-out phrasings: {text}")
+        print(f"facts of the corpus, asked in held-out phrasings: {text}")
     return shares
 
 
