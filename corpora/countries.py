@@ -264,6 +264,7 @@ def preferences(seed: int = 0) -> tuple[list, list]:
 
 # --- token folders ---
 
+ABOUT_COUNTRIES = {"countries", "countries-sft", "countries-dpo"}
 # Corpora that are generated here: the kind of their documents, and a function of the seed that
 # gives documents to train and to validate with.
 CORPORA: dict[str, tuple[str, Callable]] = {

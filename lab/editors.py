@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 
 from corpora.questions import with_answers
@@ -256,12 +257,16 @@ class Editor:
         with self.low_rank(rank) as weights:
             self.train(requests, weights, **how)
 
-    def lora_as_rows(self, requests: list[Request], rank: int, **how) -> None:
-        """The control of rows: the same texts are held, and the same is taught."""
+    def lora_as_rows(
+        self, requests: list[Request], rank: int, others: int = 0, **how: float
+    ) -> None:
+        """The control of rows: the same texts about the name are held, and the same is taught. Rows
+        spare other names by themselves; here, some `others` of the model's texts may be held."""
         for request in requests:
             about = [request, *(old for old in self.written if old.name == request.name)]
             facts = [(fact.prompt, fact.answer) for fact in about]
             texts = writing.texts_about(self.model, [request.prompt[: request.end + 1]])
+            texts = pad_sequence([*texts, *self.texts[:others, : texts.shape[1]]], True)
             with self.low_rank(rank) as weights:
                 writing.write_fact(self.model, weights, facts, [request.name], texts, **how)
 

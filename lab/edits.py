@@ -175,7 +175,7 @@ def measure_checkpoint(ckpt: Path, device: torch.device) -> None:
     model, encoding, checkpoint = load_model(ckpt, device)
     check_editable(model)
     corpora = {meta["corpus"] for meta in checkpoint["data"]}
-    if corpora and not corpora & {"countries", "countries-sft", "countries-dpo"}:
+    if corpora and not corpora & countries.ABOUT_COUNTRIES:
         print(f"note: {ckpt} is of other text, but asked for facts about the countries\n")
     print(table([report_edits(model, encoding, checkpoint, MOST)["parts"]]))
 

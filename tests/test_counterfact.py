@@ -213,7 +213,7 @@ def test_each_method_changes_what_it_says():
     assert list(bounded) == ["blocks.1.ffn.down.weight"]
     for old, new in bounded.values():
         assert (new - old).abs().max() <= 0.02 + 1e-6
-    for method, more in (("lora", {}), ("lora_as_rows", {"keep": 60})):
+    for method, more in (("lora", {}), ("lora_as_rows", {"keep": 60, "others": 2})):
         lora = changed(method, rank=2, rate=0.01, **more)
         assert all(".ffn." in name for name in lora)
         ranks = [torch.linalg.matrix_rank(new - old, rtol=1e-4) for old, new in lora.values()]
@@ -384,9 +384,10 @@ def test_the_best_setting_answers_most():
             right = {60: 0.5, 20: 0.9, 200: 0.7}[self.setting["keep"]]
             kinds = (*counterfact.SCORES, "others")
             others = dict.fromkeys(("other countries", *counterfact.NUMBERS), 0.0)
-            return {10: {"records": [{kind: [0, right] for kind in kinds}], **others}}
+            found = {"records": [{kind: [0, right] for kind in kinds}], **others}
+            return {counterfact.N_SEARCHED: found}
 
-    trials = [Fixed(*[None] * 3, "written rows", {"keep": keep}, (10,)) for keep in (60, 20, 200)]
+    trials = [Fixed(*[None] * 3, "written rows", {"keep": keep}, ()) for keep in (60, 20, 200)]
     assert search(trials) == {"keep": 20}
 
 

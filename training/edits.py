@@ -16,7 +16,7 @@ import torch
 
 from common import UserError, check_ranges, flag
 from corpora import recall
-from corpora.countries import with_article
+from corpora.countries import ABOUT_COUNTRIES, with_article
 from corpora.questions import of_chat, score_answers
 from model import Decoder
 from stem import substitute
@@ -104,7 +104,7 @@ def has_own_text(checkpoint: dict) -> bool:
     that we do not know. Then it may know other names than those of the countries. The preset does
     not tell: a run on one's own text inherits it from the model that it continues."""
     corpora = {meta["corpus"] for meta in checkpoint["data"]}
-    return not corpora or not corpora <= {"countries", "countries-sft", "countries-dpo"}
+    return not corpora or not corpora <= ABOUT_COUNTRIES
 
 
 def fill_in(edit: Edit, encoding: tiktoken.Encoding, checkpoint: dict) -> None:
