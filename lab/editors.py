@@ -251,7 +251,6 @@ class Editor:
         yield weights
         for linear in updated:
             parametrize.remove_parametrizations(linear, "weight")
-        self.model.requires_grad_(False)
 
     def lora(self, requests: list[Request], rank: int, **how) -> None:
         with self.low_rank(rank) as weights:
