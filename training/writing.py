@@ -21,6 +21,7 @@ from tables.extra import ExtraRows, rows_of
 STEPS, RATE = 40, 0.05  # of Adam; the rate falls to zero
 KEEP = 60.0  # weight of what must not change, beside the nats of the answer
 N_TEXT, TEXT_TOKENS = 64, 32  # texts that the model writes about the name
+N_NAME = 256  # other names that the model writes, to find those that share tokens
 N_PART = 4  # parts of these texts, of which each step reads one
 N_OTHER = 16  # other names, to find what asks for the same fact
 MOST_TOKENS = 1 << 18  # of prompts about other names, in a forward pass
@@ -60,6 +61,7 @@ def train_rows(
     model.eval().requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
     texts = texts_about(model, beginnings, stop)
+    held = texts_about_namesakes(model, prompt, name, own, stop)
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
@@ -67,7 +69,7 @@ def train_rows(
     model.tables = ExtraRows(tables, rows_of(tables, own), own)
     rows = model.tables.extra
     try:
-        write_fact(model, [rows], facts, [name, *spellings], texts, KEEP, RATE, stop)
+        write_fact(model, [rows], facts, [name, *spellings], texts, KEEP, RATE, stop, held)
     finally:  # also where it is interrupted, as in a notebook
         model.tables = tables
     return dict(zip(own, rows.detach(), strict=True))
@@ -95,6 +97,36 @@ def texts_about(model: Decoder, beginnings: Sequence[list[int]], stop: int = -1)
     return pad_sequence(texts, batch_first=True, padding_value=stop)
 
 
+@torch.no_grad()
+def texts_about_namesakes(
+    model: Decoder, prompt: list[int], name: list[int], own: Sequence[int], stop: int = -1
+) -> Tensor | None:
+    """Texts that the model writes about names that share a token with this one, such as Anna Silva
+    and Peter Hansen with Anna Hansen: [N, T] token ids, after what stands before the name in the
+    prompt; None if the model knows no such names."""
+    n = len(name)
+    start = next((i for i in range(len(prompt)) if prompt[i : i + n] == name), 0)
+    if n == 1 or not start:
+        return None
+    # The model writes other names there. A token that is likely to begin or continue one is shared.
+    names = model.generate(torch.tensor([prompt[:start]] * N_NAME), n - 1, seed=0)
+    begun = []
+    for n_before in range(n):  # tokens of a name before the shared one
+        before = names[:, : start + n_before]
+        follows = model(before, last_only=True)[0][:, 0].float().softmax(-1)  # [N_NAME, V]
+        for token in own:
+            likely = before[follows[:, token].cpu() > 1 / N_NAME]
+            if len(likely):
+                begun.append(F.pad(likely, (0, 1), value=token))
+    if not begun:
+        return None
+    each = torch.arange(N_TEXT // len(begun))
+    texts = [continued(model, ids[each % len(ids)], stop) for ids in begun]
+    texts = torch.cat([text[:, : start + 1 + TEXT_TOKENS] for text in texts])
+    texts = texts[(substitute(texts, name, [-1] * n) == texts).all(1)]  # not about it
+    return texts if len(texts) else None
+
+
 def continued(model: Decoder, ids: Tensor, stop: int = -1) -> Tensor:
     """Beginnings [N, T] with what the model writes after them, as many of TEXT_TOKENS as there is
     room for."""
@@ -113,6 +145,7 @@ def write_fact(
     keep: float,
     rate: float,
     stop: int = -1,
+    namesakes: Tensor | None = None,
 ) -> None:
     """Let the answer of the first of `facts` follow its prompt, by training some weights of the
     model: here, the extra rows of a name. The other facts were written earlier: they are taught
@@ -142,8 +175,11 @@ def write_fact(
                 taught.append((asked, said))
 
     # 2) what is to stay
+    held = [(texts, ~same & (texts != stop), keep)]  # [N, T] each, and a weight
+    if namesakes is not None:
+        held.append((namesakes, namesakes != stop, keep * len(namesakes) / N_TEXT))
     with torch.no_grad():
-        before = model(texts)[0].float().log_softmax(-1)  # [N, T, V]
+        before = [model(ids)[0].float().log_softmax(-1) for ids, *_ in held]  # [N, T, V] each
 
     # 3) train
     questions, targets = with_answers(*zip(*taught, strict=True))  # [n, T] each
@@ -154,16 +190,19 @@ def write_fact(
         logits, _ = model(questions)  # [n, T, V]
         nats = F.cross_entropy(logits[is_answer].float(), targets, reduction="sum")
         part = slice(step % N_PART, None, N_PART)
-        now = model(texts[part])[0].float().log_softmax(-1)
-        asked = now[same[part]]  # [m, V]
+        now = [model(ids[part])[0].float().log_softmax(-1) for ids, *_ in held]
+        asked = now[0][same[part]]  # [m, V]
         if first:  # log p of what is not opened
             left_out = torch.tensor(first, device=model.device)
             asked = asked.index_fill(1, left_out, -torch.inf).log_softmax(-1)
         nats = nats - asked[:, answer[n_open]].sum() / max(1, len(asked))
-        stay = ~same[part] & (texts[part] != stop)
-        change = F.kl_div(now[stay], before[part][stay], reduction="batchmean", log_target=True)
+        for (_, stay, weight), now_there, before_there in zip(held, now, before, strict=True):
+            there = stay[part]
+            changed = now_there[there], before_there[part][there]  # [m, V] each
+            kl = F.kl_div(*changed, reduction="sum", log_target=True) / max(1, len(changed[0]))
+            nats = nats + weight * kl
         optimizer.zero_grad()
-        (nats + keep * change).backward()
+        nats.backward()
         optimizer.param_groups[0]["lr"] = rate * (1 - step / STEPS)
         optimizer.step()
 
