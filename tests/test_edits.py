@@ -135,6 +135,42 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     torch.testing.assert_close(changes[3], changes[4])
 
 
+def test_names_that_share_tokens_are_those_that_the_model_writes():
+    """Here, Anna (1) or Peter (2), Silva (4), Hansen (5) or Novak (6); Ivo (3) is always Petrov
+    (7). What stands in place of 5 after 2 begins no name."""
+    goes_on = {0: [1, 2, 3], 1: [4, 5], 2: [5, 6], 3: [7], 4: [8], 5: [8], 6: [8], 7: [8], 8: [8]}
+    model = Decoder(ModelConfig(9, 16, 1, 1, 16, ffn="dense")).eval()
+    with torch.no_grad():  # nothing but the last token matters
+        for weight in model.parameters():
+            weight.zero_()
+        model.norm.weight.fill_(1)
+        for token, then in goes_on.items():
+            model.wte.weight[0][token, token] = 1
+            model.head.weight[then, token] = 5.0
+    known = [({1, 5}, [1, 5], [(1, 4), (2, 5)]), ({5}, [1, 5], [(2, 5)]), ({3, 7}, [3, 7], None)]
+    for own, name, others in known:
+        texts = writing.texts_about_namesakes(model, [0, *name, 8], name, sorted(own))
+        found = None if texts is None else sorted({*map(tuple, texts[:, 1:3].tolist())})
+        assert found == others
+    assert writing.texts_about_namesakes(model, [0, 1, 8], [1], [1]) is None
+
+
+def test_what_is_said_of_names_that_share_tokens_is_held(encoding, monkeypatch):
+    """As much as about the name; also by one text, which only some steps read."""
+    monkeypatch.setattr(writing, "KEEP", 100)
+    prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
+    text = torch.tensor([encode(encoding, "Country: Spain Cuba is Spain Oman")])
+    changes = []
+    for namesakes in (None, text, text.repeat(writing.N_TEXT, 1)):
+        monkeypatch.setattr(writing, "texts_about_namesakes", lambda *_, found=namesakes: found)
+        model = made(encoding)
+        before = model(text)[0].log_softmax(-1)
+        rows = train_rows(model, prompt, prompt[-2:], answer, [prompt])
+        model.tables = with_rows(model.tables, rows)
+        changes.append((model(text)[0].log_softmax(-1) - before).abs().mean().item())
+    assert changes[2] < changes[1] < changes[0]
+
+
 def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):
     """Those in more than a quarter of what the model writes; a token that a name has twice has one
     row. Of a name of such words alone, all change."""

@@ -155,7 +155,8 @@ def write_fact(
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
     it says, however it is opened. An earlier fact that asks for the same in other words, and has
     another answer, is corrected by that. `names`: of `renamed`. `keep`: weight of what is to stay.
-    `rate`: Adam's at the first step. `stop`: the token that texts repeat where they have ended."""
+    `rate`: Adam's at the first step. `stop`: the token that texts repeat where they have ended.
+    `namesakes`: texts about other names [N, T], which are held everywhere."""
     # 1) where the fact is asked for
     prompt, answer = facts[0]
     n_open, first = opening_of(model, prompt, names, answer)
@@ -196,11 +197,10 @@ def write_fact(
             left_out = torch.tensor(first, device=model.device)
             asked = asked.index_fill(1, left_out, -torch.inf).log_softmax(-1)
         nats = nats - asked[:, answer[n_open]].sum() / max(1, len(asked))
-        for (_, stay, weight), now_there, before_there in zip(held, now, before, strict=True):
+        for i, (_, stay, weight) in enumerate(held):
             there = stay[part]
-            changed = now_there[there], before_there[part][there]  # [m, V] each
-            kl = F.kl_div(*changed, reduction="sum", log_target=True) / max(1, len(changed[0]))
-            nats = nats + weight * kl
+            changed = now[i][there], before[i][part][there]  # [m, V] each
+            nats = nats + weight * F.kl_div(*changed, reduction="batchmean", log_target=True)
         optimizer.zero_grad()
         nats.backward()
         optimizer.param_groups[0]["lr"] = rate * (1 - step / STEPS)
