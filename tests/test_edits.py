@@ -135,7 +135,7 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
     torch.testing.assert_close(changes[3], changes[4])
 
 
-def test_names_that_share_tokens_are_those_that_the_model_writes():
+def test_names_that_share_tokens_are_those_that_the_model_writes(monkeypatch):
     """Here, Anna (1) or Peter (2), Silva (4), Hansen (5) or Novak (6); Ivo (3) is always Petrov
     (7). What stands in place of 5 after 2 begins no name."""
     goes_on = {0: [1, 2, 3], 1: [4, 5], 2: [5, 6], 3: [7], 4: [8], 5: [8], 6: [8], 7: [8], 8: [8]}
@@ -153,6 +153,9 @@ def test_names_that_share_tokens_are_those_that_the_model_writes():
         found = None if texts is None else sorted({*map(tuple, texts[:, 1:3].tolist())})
         assert found == others
     assert writing.texts_about_namesakes(model, [0, 1, 8], [1], [1]) is None
+    monkeypatch.setattr(writing, "N_TEXT", 1)
+    found = writing.texts_about_namesakes(model, [0, 1, 5, 8], [1, 5], [1, 5])
+    assert found is None or len(found) == 1
 
 
 def test_what_is_said_of_names_that_share_tokens_is_held(encoding, monkeypatch):

@@ -120,6 +120,7 @@ def texts_about_namesakes(
                 begun.append(F.pad(likely, (0, 1), value=token))
     if not begun:
         return None
+    begun = begun[:N_TEXT]  # of a name of many letters, there may be more
     each = torch.arange(N_TEXT // len(begun))
     texts = [continued(model, ids[each % len(ids)], stop) for ids in begun]
     texts = torch.cat([text[:, : start + 1 + TEXT_TOKENS] for text in texts])
