@@ -1,5 +1,6 @@
 """lab/edits.py and training/writing.py, with answers made to be known."""
 
+import itertools
 import json
 import shutil
 
@@ -136,9 +137,9 @@ def test_what_else_the_model_says_of_the_name_is_held_unless_it_asks_the_same(
 
 
 def test_names_that_share_tokens_are_those_that_the_model_writes(monkeypatch):
-    """Here, Anna (1) or Peter (2), Silva (4), Hansen (5) or Novak (6); Ivo (3) is always Petrov
-    (7). What stands in place of 5 after 2 begins no name."""
-    goes_on = {0: [1, 2, 3], 1: [4, 5], 2: [5, 6], 3: [7], 4: [8], 5: [8], 6: [8], 7: [8], 8: [8]}
+    """Anna (1) is Silva (4) or Hansen (5), Peter (2) is Hansen or Novak (6), Ivo (3) is Petrov (7).
+    Texts with Silva or Novak are longer, where texts have an end."""
+    goes_on = {0: [1, 2, 3], 1: [4, 5], 2: [5, 6], 3: [7], 4: [6], 5: [8], 6: [7], 7: [8], 8: [8]}
     model = Decoder(ModelConfig(9, 16, 1, 1, 16, ffn="dense")).eval()
     with torch.no_grad():  # nothing but the last token matters
         for weight in model.parameters():
@@ -148,8 +149,8 @@ def test_names_that_share_tokens_are_those_that_the_model_writes(monkeypatch):
             model.wte.weight[0][token, token] = 1
             model.head.weight[then, token] = 5.0
     known = [({1, 5}, [1, 5], [(1, 4), (2, 5)]), ({5}, [1, 5], [(2, 5)]), ({3, 7}, [3, 7], None)]
-    for own, name, others in known:
-        texts = writing.texts_about_namesakes(model, [0, *name, 8], name, sorted(own))
+    for (own, name, others), stop in itertools.product(known, (-1, 8)):
+        texts = writing.texts_about_namesakes(model, [0, *name, 8], name, sorted(own), stop)
         found = None if texts is None else sorted({*map(tuple, texts[:, 1:3].tolist())})
         assert found == others
     assert writing.texts_about_namesakes(model, [0, 1, 8], [1], [1]) is None

@@ -122,8 +122,10 @@ def texts_about_namesakes(
         return None
     begun = begun[:N_TEXT]  # of a name of many letters, there may be more
     each = torch.arange(N_TEXT // len(begun))
-    texts = [continued(model, ids[each % len(ids)], stop) for ids in begun]
-    texts = torch.cat([text[:, : start + 1 + TEXT_TOKENS] for text in texts])
+    texts = []
+    for ids in begun:
+        texts += continued(model, ids[each % len(ids)], stop)[:, : start + 1 + TEXT_TOKENS]
+    texts = pad_sequence(texts, batch_first=True, padding_value=stop)  # only chats have ends
     texts = texts[(substitute(texts, name, [-1] * n) == texts).all(1)]  # not about it
     return texts if len(texts) else None
 
