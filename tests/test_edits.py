@@ -160,12 +160,13 @@ def test_names_that_share_tokens_are_those_that_the_model_writes(monkeypatch):
 
 
 def test_what_is_said_of_names_that_share_tokens_is_held(encoding, monkeypatch):
-    """As much as about the name; also by one text, which only some steps read."""
-    monkeypatch.setattr(writing, "KEEP", 100)
+    """The more texts, the more; also by one text, which only some steps read."""
+    monkeypatch.setattr(writing, "KEEP", 0.3)
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     text = torch.tensor([encode(encoding, "Country: Spain Cuba is Spain Oman")])
     changes = []
-    for namesakes in (None, text, text.repeat(writing.N_TEXT, 1)):
+    for n in (0, 1, writing.N_PART, writing.N_TEXT):  # in the last two, each step reads the text
+        namesakes = text.repeat(n, 1) if n else None
         monkeypatch.setattr(writing, "texts_about_namesakes", lambda *_, found=namesakes: found)
         model = made(encoding)
         before = model(text)[0].log_softmax(-1)
@@ -173,6 +174,7 @@ def test_what_is_said_of_names_that_share_tokens_is_held(encoding, monkeypatch):
         model.tables = with_rows(model.tables, rows)
         changes.append((model(text)[0].log_softmax(-1) - before).abs().mean().item())
     assert changes[2] < changes[1] < changes[0]
+    assert changes[3] < 0.9 * changes[2]
 
 
 def test_everyday_words_of_a_name_keep_their_rows(encoding, monkeypatch):

@@ -21,7 +21,7 @@ from tables.extra import ExtraRows, rows_of
 STEPS, RATE = 40, 0.05  # of Adam; the rate falls to zero
 KEEP = 60.0  # weight of what must not change, beside the nats of the answer
 N_TEXT, TEXT_TOKENS = 64, 32  # texts that the model writes about the name
-N_NAME = 256  # other names that the model writes, to find those that share tokens
+N_NAME = 256  # names that the model writes, to find those that share tokens with the name
 N_PART = 4  # parts of these texts, of which each step reads one
 N_OTHER = 16  # other names, to find what asks for the same fact
 MOST_TOKENS = 1 << 18  # of prompts about other names, in a forward pass
@@ -61,7 +61,7 @@ def train_rows(
     model.eval().requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
     texts = texts_about(model, beginnings, stop)
-    held = texts_about_namesakes(model, prompt, name, own, stop)
+    others = texts_about_namesakes(model, prompt, name, own, stop)
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
@@ -69,7 +69,7 @@ def train_rows(
     model.tables = ExtraRows(tables, rows_of(tables, own), own)
     rows = model.tables.extra
     try:
-        write_fact(model, [rows], facts, [name, *spellings], texts, KEEP, RATE, stop, held)
+        write_fact(model, [rows], facts, [name, *spellings], texts, KEEP, RATE, stop, others)
     finally:  # also where it is interrupted, as in a notebook
         model.tables = tables
     return dict(zip(own, rows.detach(), strict=True))
