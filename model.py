@@ -484,7 +484,6 @@ class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
     config_class: type[ModelConfig] = ModelConfig
-    n_address = 1  # rows of a table that a token reads, side by side
     # What `step` calls in place of `ordinary_step`, if anything (training/captured.py).
     captured: Callable[..., Tensor] | None = None
 

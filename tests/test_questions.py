@@ -156,8 +156,6 @@ def test_edits_are_proposed_where_they_can_be_made(ffn):
 class Previous(Decoder):
     """A token reads its row and that of the one before."""
 
-    n_address = 2
-
     def make_tables(self, tables, widths):
         return tables(len(widths), self.config.vocab_size, widths[0] // 2)
 
