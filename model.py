@@ -512,7 +512,9 @@ class Decoder(nn.Module):
         widths = [block.row_width for block in self.blocks if block.row_width]
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
         self.tables = self.make_tables(tables, widths)
-        self.init_weights()
+        storage = self.tables.storage
+        if storage is None or storage.fresh:  # else rows may lie where a checkpoint has them
+            self.init_weights()
 
     def make_block(self, layer: int) -> Block:
         """Layer number `layer`."""
@@ -541,7 +543,7 @@ class Decoder(nn.Module):
 
             norms                                              1
             rows of tables                                     Normal(0, table_std)
-            attn.out, ffn.down: write to the residual stream   Normal(0, init_std / sqrt(2 n_layer))
+            attn.out, down: write to the residual stream       Normal(0, init_std / sqrt(2 n_layer))
             all others, the embedding included                 Normal(0, init_std)
 
         The third is GPT-2's (Radford et al., 2019, section 2.3). Rows start small because facts
@@ -550,7 +552,7 @@ class Decoder(nn.Module):
             if parameter.dim() < 2 or name.startswith("tables."):
                 continue
             std = self.config.init_std
-            if name.endswith(("attn.out.weight", "ffn.down.weight")):
+            if name.endswith(("attn.out.weight", ".down.weight")):
                 std /= (2 * self.config.n_layer) ** 0.5
             nn.init.normal_(parameter, std=std)
         self.tables.init_rows(self.config.table_std)

@@ -45,7 +45,7 @@ class Tables(nn.Module):
     layer that has one (`Block.row_width` above 0).
 
     A kind of tables sets `weight` and may override lookup, read, rows, states, slots, updated,
-    prefetch, add_state, init_rows, draw, mean_square and flush."""
+    prefetch, add_state, draw, mean_square and flush."""
 
     weight: nn.ParameterList | list[Tensor]  # a [V, W] tensor for each table, where it is stored
     state: list[Tensor]  # likewise what the optimizer keeps for each number, see `add_state`
@@ -309,10 +309,6 @@ class StoredTables(Tables):
     def add_state(self) -> list[Tensor]:
         self.state = list(self.storage.add("state", torch.float32).unbind(1))
         return self.state
-
-    def init_rows(self, std: float) -> None:
-        if self.storage.fresh:
-            super().init_rows(std)
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         ids = ids.cpu()
