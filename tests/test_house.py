@@ -31,7 +31,7 @@ NEEDS = {  # of these rooms nothing but
 
 def imports() -> dict[str, set[str]]:
     """The modules of the project that each of its modules imports."""
-    paths = {path.stem: path for path in ROOT.glob("*.py")}
+    paths = {path.stem: path for path in ROOT.glob("*.py") if path.stem in FLOOR}
     for room in FLOOR:
         paths.update({f"{room}.{path.stem}": path for path in ROOT.glob(f"{room}/*.py")})
     found = {}
