@@ -17,6 +17,7 @@ from tables.tables import Tables, send
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str = "all"  # hides the flag: every layer has experts
+    table_std: float = 0.02  # hides the flag: there are no tables
     n_expert: int = flag(16, "experts in a layer", must="at least 1")
     top_k: int = flag(4, "experts per token", must="at least 1")
 

@@ -18,6 +18,7 @@ from common import UserError, flag
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str = "all"  # hides the flag: every layer is a mixture
+    table_std: float = 0.02  # hides the flag: there are no tables
     n_expert: int = flag(16, "experts in a layer", must="at least 1")
     top_k: int = flag(4, "experts per token", must="at least 1")
     balance: float = flag(0.01, "weight of the load-balancing loss", must="0 or more")

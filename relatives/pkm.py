@@ -15,6 +15,7 @@ from common import UserError, flag
 @dataclass
 class Config(model.ModelConfig):
     stem_layers: str = "all"  # hides the flag: every layer is a memory
+    table_std: float = 0.02  # hides the flag: there are no tables
     n_key: int = flag(64, "keys per half; a layer has n_key^2 values", must="at least 1")
     top_k: int = flag(16, "values per head", must="at least 1")
 
