@@ -512,8 +512,7 @@ class Decoder(nn.Module):
         widths = [block.row_width for block in self.blocks if block.row_width]
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
         self.tables = self.make_tables(tables, widths)
-        storage = self.tables.storage
-        if storage is None or storage.fresh:  # else rows may lie where a checkpoint has them
+        if self.tables.fresh:
             self.init_weights()
 
     def make_block(self, layer: int) -> Block:

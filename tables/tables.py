@@ -68,6 +68,13 @@ class Tables(nn.Module):
         self.merged: tuple[Tensor, list[Tensor]] | None = None
         self.watch = Watch()  # notices that nobody takes them
 
+    @property
+    def fresh(self) -> bool:
+        """Whether rows are yet to be drawn. Else those of a checkpoint are there, or will be."""
+        if self.storage is not None:
+            return self.storage.fresh
+        return not any(weight.is_meta for weight in self.weight)
+
     def __getstate__(self) -> dict:
         """A copy has no gradients, as those of parameters have none."""
         return {**vars(self), "reads": [], "merged": None}
