@@ -211,8 +211,10 @@ def main() -> None:
     prompt = typed(encoding, args.prompt)
     ids = encode(encoding, prompt)
     block_size = model.config.block_size
-    if len(ids) > block_size:
-        print(f"of {len(ids)} prompt tokens the model sees the last {block_size}", file=sys.stderr)
+    if len(ids) > block_size:  # with room for what is written, else half of it is forgotten at once
+        seen = max(1, block_size - args.max_new_tokens, block_size // 2)
+        print(f"of {len(ids)} prompt tokens the model sees the last {seen}", file=sys.stderr)
+        ids = ids[-seen:]
     options["seed"] = args.seed
     start = time.perf_counter()
     if args.num_samples == 1:

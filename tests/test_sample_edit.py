@@ -62,6 +62,21 @@ def test_samples_depend_on_the_seed_alone(stem_ckpt):
     assert first != second
 
 
+def test_of_a_prompt_beyond_the_context_so_much_is_read_that_what_is_written_has_room(stem_ckpt):
+    model, encoding, _ = load_model(stem_ckpt, "cpu")
+    prompt = ("Anna sees Emil. " * 40).strip()
+    line = ["sample.py --max_new_tokens 5 --temperature 0 --ckpt", stem_ckpt, "--prompt", prompt]
+    done = command(*line)
+    ids = encode(encoding, prompt)
+    n = model.config.block_size - 5
+    assert f"of {len(ids)} prompt tokens the model sees the last {n}\n" in done.stderr
+    ids = torch.tensor([ids[-n:]])
+    for _ in range(5):
+        token = model(ids)[0][:, -1].argmax(-1)
+        ids = torch.cat((ids, token[:, None]), dim=1)
+    assert done.stdout.rstrip("\n") == prompt + encoding.decode(ids[0, n:].tolist())
+
+
 @pytest.mark.parametrize(
     ("args", "named"),
     [
