@@ -197,7 +197,8 @@ def prepare_files(
     held: set[int] = set()  # hashes of documents that are held out
     if books:
         documents = to_validate(read(books, report, "held out", columns), held)
-        write(settings.out_dir / HELD_OUT, documents, sources=[path.name for path in books])
+        sources = [path.name for path in books]
+        write(settings.out_dir / HELD_OUT, documents, sources=sources, val_fraction=1)
     documents = read(found, report, "encoding", columns)
     if settings.val_fraction == 1:
         documents = to_validate(documents, held)
@@ -269,6 +270,10 @@ def propose(settings: Preparation, meta: dict) -> None:
 
 def main() -> None:
     settings = parse(Preparation, __doc__)
+    if not settings.overwrite:  # before minutes of work
+        check_free(settings.out_dir)
+        if settings.hold_out_files:
+            check_free(settings.out_dir / HELD_OUT)
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA
@@ -282,10 +287,6 @@ def main() -> None:
     else:
         kind = DATASETS[settings.dataset][0].kind
     encoding = ready_tokenizer(settings.tokenizer, kind)
-    if not settings.overwrite:  # before minutes of work
-        check_free(settings.out_dir)
-        if settings.hold_out_files:
-            check_free(settings.out_dir / HELD_OUT)
 
     # 2) from documents to token files
     if generated:

@@ -5,6 +5,7 @@ with; whole files can be held out.
 """
 
 import json
+import os
 import unicodedata
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator
@@ -50,12 +51,18 @@ def is_validation(digest: int, fraction: float) -> bool:
 
 def held_out(paths: list[Path], share: float) -> tuple[list[Path], list[Path]]:
     """The files of the lowest hashes of names, this share, but at least one, and not all; and the
-    other files."""
+    other files. Files of one name in several folders are told apart by their paths."""
     if len(paths) < 2:
         raise UserError("--hold_out_files needs two files or more, as it leaves one for training")
 
+    times = Counter(path.name for path in paths)
+    top = os.path.commonpath([path.absolute() for path in paths])
+
     def digest(path: Path) -> int:
-        return hashed(unicodedata.normalize("NFC", path.name))
+        name = path.name
+        if times[name] > 1:
+            name = path.absolute().relative_to(top).as_posix()
+        return hashed(unicodedata.normalize("NFC", name))
 
     n = sum(is_validation(digest(path), share) for path in paths)
     chosen = {*sorted(paths, key=digest)[: min(max(n, 1), len(paths) - 1)]}

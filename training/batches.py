@@ -54,6 +54,8 @@ class Data:
                 holds = f"--data_dir {folder} holds {meta['kind']}, this --stage reads {reads}"
                 raise UserError(f"{holds}: change one of them")
             check_tokenizer(meta["tokenizer"], folder, self.metas[0]["tokenizer"], folders[0])
+            if total and meta.get("val_fraction") == 1:
+                raise UserError(f"--data_dir {folder} is held out, for --eval_only: leave it out")
             if total:
                 train.append(self.open(folder, "train", meta, reads, block_size, seed))
             self.val[str(folder)] = self.open(folder, "val", meta, reads, block_size, None)
@@ -74,7 +76,7 @@ class Data:
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
             least = min(meta[name]["tokens"] for name in ("train", "val"))
-            fix = f"lower --block_size {block_size} to {least - 1} or less"
+            fix = f"lower --block_size {block_size} to {least - 1} or less, or leave it out"
             if meta["kind"] == "chat":
                 fix = "--stage sft reads its conversations as they are"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")

@@ -18,7 +18,7 @@ from unittest.mock import Mock
 import pytest
 from conftest import command, refused, user_error, write_jsonl
 
-from text import documents, files
+from text import documents, files, splitting
 from text.dataset import open_tokens, read_meta, read_tokenizer
 
 ROWS = [
@@ -224,6 +224,8 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
     both = shlex.split(said.split("both losses: python ")[1])
     said = command("train.py", *both[1:], "--init_from", stem_ckpt).stdout
     assert "out e/held_out" in said
+    words = ["train.py --out_dir mixed --data_dir", f"out e,{held}"]
+    assert f"{held} is held out, for --eval_only" in refused(*words)
 
     name = read_meta(held)["sources"][0]
     shutil.copy(tmp_path / "books" / name, tmp_path / "books/again.jsonl")
@@ -235,6 +237,14 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
     one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
     assert "two files or more" in refused(*one)
     assert "--hold_out_files is for files" in refused("prepare.py --hold_out_files 0.2")
+
+
+def test_files_of_one_name_are_held_out_by_their_folders(tmp_path):
+    paths = [tmp_path / f"{book}/text/main.txt" for book in range(100)] + [tmp_path / "main.md"]
+    aside, rest = splitting.held_out(paths, 0.2)
+    assert 10 < len(aside) < 30 and sorted([*aside, *rest]) == sorted(paths)
+    moved = [path.relative_to(tmp_path) for path in paths]
+    assert splitting.held_out(moved, 0.2)[0] == [path.relative_to(tmp_path) for path in aside]
 
 
 def test_a_line_of_backquotes_takes_no_quadratic_time():
