@@ -21,6 +21,8 @@ from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
 
+from tqdm import tqdm
+
 from common import UserError, python_line
 
 TEXTS = {".txt", ".md", ".markdown"}
@@ -90,7 +92,10 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
     for path in paths:
         if not path.exists():
             raise UserError(f"--input {path}: No such file or folder")
-        inside = sorted(files_in(path, notes)) if path.is_dir() else [path]
+        inside = [path]
+        if path.is_dir():
+            bar = tqdm(files_in(path, notes), "finding files", unit=" files", delay=3, disable=None)
+            inside = list(bar)
         for file in inside:
             refuse_parquet(file, path if file == path else file.parent)
         known = [file for file in inside if kind_of_file(file) in TEXTS | RECORDS]
@@ -99,7 +104,9 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
             raise UserError(f"--input {path}: {what} none of {KNOWN}")
         notes[OTHERS] += len(inside) - len(known)
         top = path.resolve()
-        notes[ELSEWHERE] += sum(not file.resolve().is_relative_to(top) for file in known)
+        homes = {folder: folder.resolve() for folder in {file.parent for file in known}}
+        real = (f.resolve() if f.is_symlink() else homes[f.parent] / f.name for f in known)
+        notes[ELSEWHERE] += sum(not file.is_relative_to(top) for file in real)
         found += sorted(known, key=lambda file: unicodedata.normalize("NFC", file.as_posix()))
     return found
 
@@ -133,7 +140,7 @@ def files_in(path: Path, notes: Counter[str]) -> Iterator[Path]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for file in (Path(folder, name) for name in names if not name.startswith(".")):
+        for file in (Path(folder, name) for name in sorted(names) if not name.startswith(".")):
             if file.is_file():
                 yield file
             elif not file.exists():

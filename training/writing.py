@@ -283,7 +283,8 @@ def as_others(
     tokens = list(range(0, vocab_size, 1 + vocab_size // n))
     prompts = torch.stack([renamed(ids, names, token) for token in tokens])  # [n, T]
     follows = []
-    for part in prompts.split(max(1, MOST_TOKENS // len(ids))):
+    parts = prompts.split(max(1, MOST_TOKENS // len(ids)))
+    for part in tqdm(parts, "reading as other names", leave=False, delay=3, disable=None):
         follows.append(model(part, last_only=True)[0][:, 0].float().softmax(-1))
     return tokens, torch.cat(follows)
 
