@@ -64,9 +64,12 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
         f"{sizes['flops_per_token'] / 1e6:.2f} MFLOP per token (forward)"
     )
     tokens_per_step = settings.batch_size * config.block_size
+    over = settings.data_dir
+    if len(data.metas) > 1:
+        over += " (the folder that is read most)"
     print(
         f"{settings.max_iters} steps of {tokens_per_step:,} tokens on {model.device.type} "
-        f"in {objective.dtype}: {passes(settings, data):.1f} passes over {settings.data_dir}"
+        f"in {objective.dtype}: {passes(settings, data):.1f} passes over {over}"
     )
     kinds = {meta["kind"] for meta in data.metas}
     if kinds != {"text"} and STAGES[settings.stage].reads == "text":
