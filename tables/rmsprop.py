@@ -61,12 +61,8 @@ class RowRMSprop:
         )
         dtype = tables.rows(0).dtype
         assert dtype in DTYPES.values(), f"rows are {dtype}: train them in float32 or bfloat16"
-        n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        assert tables.n_rank == n_rank, (
-            f"{n_rank} processes would each train rows of their own, as nobody sums the gradients "
-            "of rows: train.py does it, by columns (tables/sharded.py). For a model of each "
-            "process's own, make this before the process group"
-        )
+        for weight in tables.weight:  # as `from_pretrained` of transformers may have made them
+            weight.requires_grad_(False)  # parameters, whose gradients nobody would collect
         tables.watch.has_optimizer = True
         self.tables = tables
         self.beta2 = beta2
@@ -86,6 +82,13 @@ class RowRMSprop:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update the rows read since the last step, by `Tables.gradients`, which are then gone."""
+        # Not before: a process group may begin after this was made (lightning, transformers).
+        n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        assert self.tables.n_rank == n_rank, (
+            f"{n_rank} processes would each train rows of their own, as nobody sums the gradients "
+            "of rows: train.py does it, by columns (tables/sharded.py). For a model of each "
+            f"process's own, set its tables.n_rank = {n_rank}"
+        )
         ids, grads = self.tables.gradients()
         self.steps += 1
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]

@@ -257,8 +257,9 @@ class Tables(nn.Module):
         self.watch.taken()
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
-            "train() mode? Have tables become parameters, by its requires_grad_(True), or been "
-            "frozen after their optimizer was made?"
+            "train() mode? Have tables become parameters, by its requires_grad_(True) (then call "
+            "requires_grad_(False) of each of tables.weight), or been frozen after their optimizer "
+            "was made?"
         )
         return self.merged
 

@@ -249,12 +249,33 @@ def test_a_loss_of_hidden_states_in_eval_mode_is_warned():
 
 
 def test_processes_that_would_train_rows_of_their_own_are_refused(monkeypatch):
+    """Also if they join after it was made, as with Trainers of lightning and transformers."""
+    made = tables()
+    rows = RowRMSprop(made)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    RowRMSprop(tables())
-    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    for n_rank in (1, 2):
+        monkeypatch.setattr(dist, "get_world_size", lambda n_rank=n_rank: n_rank)
+        backward(made.lookup(BATCH))
+        if n_rank == 1:
+            rows.step(lr=0.1)
     with pytest.raises(AssertionError, match="2 processes would"):
-        RowRMSprop(tables())
+        rows.step(lr=0.1)
+    made.n_rank = 2
+    rows.step(lr=0.1)
+
+
+def test_rows_that_are_parameters_get_an_optimizer_of_rows():
+    """`from_pretrained` of transformers makes them parameters."""
+    made, other = tables(), tables()
+    other.load_state_dict(made.state_dict())
+    for weight in made.weight:
+        weight.requires_grad_(True)
+    for each in (made, other):
+        rows = RowRMSprop(each)
+        backward(each.lookup(BATCH))
+        rows.step(lr=0.1)
+    for mine, others in zip(made.weight, other.weight, strict=True):
+        assert torch.equal(mine, others)
 
 
 @pytest.mark.filterwarnings("ignore:gradients of rows")
