@@ -75,8 +75,11 @@ class Data:
         if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
-            least = min(meta[name]["tokens"] for name in ("train", "val"))
-            fix = f"lower --block_size {block_size} to {least - 1} or less, or leave it out"
+            read = ("val",) if meta.get("val_fraction") == 1 else ("train", "val")
+            least = min(meta[name]["tokens"] for name in read)
+            fix = f"lower --block_size {block_size} to {least - 1} or less"
+            if len(self.metas) > 1:
+                fix += ", or leave this folder out"
             if meta["kind"] == "chat":
                 fix = "--stage sft reads its conversations as they are"
             raise UserError(f"{folder}/{split}.bin has only {len(ids)} tokens: {fix}")

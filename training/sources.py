@@ -30,6 +30,7 @@ class Source:
     def __init__(
         self, n_sequence: int, block_size: int, seed: int | None, n_offset: int = 1
     ) -> None:
+        assert n_sequence > 0, f"not one sequence of {block_size} tokens, and the one that follows"
         self.n_sequence = n_sequence
         self.block_size = block_size
         self.seed = seed

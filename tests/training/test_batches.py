@@ -236,3 +236,16 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
         with user_error(re.escape(named)):
             Data(str(data_dir), kind, block_size, 1, 50)
     assert Data(str(a), "text", n - 1, 1, 50).train.batch(0, 1)[0].shape == (1, n - 1)
+    c = write_folder(tmp_path / "c", ours)
+    with user_error(f"to {n - 1} or less, or leave this folder out"):
+        Data(f"{a},{c}", "text", n, 1, 50)
+
+    # Of a text that is all for validation, nothing else need fill a window.
+    held = tmp_path / "held"
+    both = [("train", "No"), ("val", TEXT)]
+    write_dataset(held, both, ours, "text", corpus="files", val_fraction=1)
+    with user_error(f"to {n - 1} or less"):
+        Data(str(held), "text", n, 1, total=0)
+    assert Data(str(held), "text", n - 1, 1, total=0).val[str(held)].n_sequence == 1
+    with user_error("is held out, for --eval_only"):
+        Data(str(held), "text", 10, 1, total=50)
