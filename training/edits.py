@@ -45,7 +45,7 @@ class Edit:
         choices=ALIGNMENTS,
     )
     prompt: str | None = flag(None, 'text that contains the source; "\\n" is a line break')
-    write: str = flag("", 'the text that should follow the prompt, such as "Lisbon."')
+    write: str = flag("", 'the text that should follow the prompt, to its end, such as "Lisbon."')
     facts: Path | None = flag(None, "write the facts of a file, each line a JSON record: see above")
     chat: bool = flag(
         False, "the prompt is a message to a model that chats, and --write its whole answer"
