@@ -253,7 +253,8 @@ def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dic
         if checkpoint["edits"] and ranks.rank == 0:
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
         run.step = checkpoint["step"]
-        run.best = checkpoint["best"]
+        # An edited model is another than that of best.pt.
+        run.best = (math.inf, run.step) if checkpoint["edits"] else checkpoint["best"]
         is_best = run.step and run.step == run.best[1] and not checkpoint["edits"]
         if is_best and not has_best(run):  # it ended between ckpt.pt and best.pt
             save_best(run)

@@ -144,7 +144,7 @@ def stem(trained, tmp_path) -> Path:
     return shutil.copytree(trained["stem"], tmp_path / "stem")
 
 
-def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys):
+def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys, validated):
     assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
     before = (stem / "best.pt").read_bytes()
     ckpt = stem / "ckpt.pt"
@@ -152,6 +152,9 @@ def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys):
     resume(stem)
     assert "edits cannot be undone" in capsys.readouterr().out
     assert (stem / "best.pt").read_bytes() == before
+    validated(99.0)  # of another model, which is trained on
+    resume(stem, max_iters=checkpoint(stem)["step"] + 1)
+    assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
 
 
 def test_a_run_that_was_stopped_before_its_first_step_resumes_from_there(
