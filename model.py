@@ -171,6 +171,8 @@ def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> t
     known = relatives(class_name)
     if name not in known:
         kinds = f"{', '.join(built_in)}, nor of relatives/: {', '.join(known)}"
+        if (RELATIVES / f"{name}.py").exists():
+            kinds += f"; relatives/{name}.py has no line that begins with class {class_name}("
         raise UserError(f"{given} is not one of {kinds}")
     return getattr(importlib.import_module(f"relatives.{name}"), class_name)
 
@@ -181,6 +183,9 @@ def decoder_class(ffn: str) -> type["Decoder"]:
     if "__dataclass_fields__" not in vars(kind.config_class):  # else its fields are the parent's
         config = kind.config_class.__name__
         raise UserError(f"relatives/{ffn}.py: class {config} needs @dataclass above it")
+    own = [name for name in vars(kind) if not name.startswith("__")]
+    if own and not any(hasattr(super(kind, kind), name) for name in own):  # a row_fnn
+        raise UserError(f"relatives/{ffn}.py: {', '.join(own)} of its Decoder replace nothing")
     return kind
 
 

@@ -244,6 +244,16 @@ class Decoder(model.Decoder):
         decoder_class("wrong")
 
 
+def test_a_misspelled_name_trains_no_stem(add_relative):
+    source = "import model, stem\n\nclass Decoder(model.Decoder):\n    row_fnn = stem.StemFFN\n"
+    add_relative("wrong", source)
+    with user_error("relatives/wrong.py: row_fnn of its Decoder replace nothing"):
+        decoder_class("wrong")
+    add_relative("none", source.replace("class Decoder(", "class Decodr("))
+    with user_error(r"relatives/none.py has no line that begins with class Decoder\("):
+        decoder_class("none")
+
+
 def test_a_config_of_another_kind_is_refused():
     moe = decoder_class("moe")
     for made in (
