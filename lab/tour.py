@@ -84,8 +84,8 @@ def stem(x, ids):  # [T, n_embd], [T] -> [T, n_embd]
     return F.linear(F.silu(F.linear(x, w_gate)) * table[ids], w_down)
 
 
-x, ids = torch.randn(3, n_embd), torch.tensor([5, 9, 5])  # three tokens
-print(f"dense {tuple(dense(x).shape)}, STEM {tuple(stem(x, ids).shape)}")
+x, three = torch.randn(3, n_embd), torch.tensor([5, 9, 5])  # three tokens
+print(f"dense {tuple(dense(x).shape)}, STEM {tuple(stem(x, three).shape)}")
 print(f"numbers that are multiplied: dense {3 * w_up.numel():,}, STEM {2 * w_up.numel():,}")
 print(f"numbers in the table: {table.numel():,}, of which a token reads {d_ff}")
 
@@ -112,8 +112,9 @@ def run(out, **flags):
 
 
 RUN = OUT / "quick" if QUICK else Path("out")
-if not (RUN / "ckpt.pt").exists():
-    run(RUN)
+if not (RUN / "loss.png").exists():  # with which a run ends
+    print("training a model, as long as `python train.py` takes", flush=True)
+    run(RUN, resume=(RUN / "ckpt.pt").exists())
 model, encoding, checkpoint = load_model(RUN, torch.device("cpu"))
 
 prompt = "Country: Spain\nThe capital city is called"
