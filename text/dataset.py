@@ -31,8 +31,10 @@ def again(folder: Path) -> str:
         evaluate = "to evaluate a model on it, add --val_fraction 1 --tokenizer ITS_CKPT"
         return f"run {prepare}, and name that folder ({evaluate})"
     prepare = command_line("prepare.py", "--out_dir", folder)
-    replaces = ", and --overwrite" if (folder / "meta.json").exists() else ""
-    return f"run {prepare}, with --input or --dataset{replaces}"
+    more = ", and --overwrite"
+    if not (folder / "meta.json").exists():
+        more = ", or name another folder (--resume: the same, by its new name) with --data_dir"
+    return f"run {prepare}, with --input or --dataset{more}"
 
 
 def read_meta(folder: Path) -> dict:
