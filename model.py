@@ -183,9 +183,11 @@ def decoder_class(ffn: str) -> type["Decoder"]:
     if "__dataclass_fields__" not in vars(kind.config_class):  # else its fields are the parent's
         config = kind.config_class.__name__
         raise UserError(f"relatives/{ffn}.py: class {config} needs @dataclass above it")
-    own = [name for name in vars(kind) if not name.startswith("__")]
-    if own and not any(hasattr(super(kind, kind), name) for name in own):  # a row_fnn
-        raise UserError(f"relatives/{ffn}.py: {', '.join(own)} of its Decoder replace nothing")
+    own = [name for name in vars(kind) if name == "__init__" or name[:2] != "__"]
+    if own and kind.__bases__ == (Decoder,) and not any(hasattr(Decoder, name) for name in own):
+        raise UserError(  # as with a row_fnn, in whose place StemFFN would be trained
+            f"relatives/{ffn}.py: {', '.join(own)} of its Decoder replace nothing of model.Decoder"
+        )
     return kind
 
 

@@ -249,6 +249,9 @@ def test_a_misspelled_name_trains_no_stem(add_relative):
     add_relative("wrong", source)
     with user_error("relatives/wrong.py: row_fnn of its Decoder replace nothing"):
         decoder_class("wrong")
+    more = "\n    def __init__(self, *args):\n        super().__init__(*args)\n"
+    add_relative("begun", source + more)  # there, anything may be replaced
+    decoder_class("begun")
     add_relative("none", source.replace("class Decoder(", "class Decodr("))
     with user_error(r"relatives/none.py has no line that begins with class Decoder\("):
         decoder_class("none")
