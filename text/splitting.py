@@ -56,7 +56,8 @@ def held_out(paths: list[Path], share: float) -> tuple[list[Path], list[Path]]:
         raise UserError("--hold_out_files needs two files or more, as it leaves one for training")
 
     times = Counter(path.name for path in paths)
-    top = os.path.commonpath([path.absolute() for path in paths])
+    same = [path.absolute() for path in paths if times[path.name] > 1]
+    top = os.path.commonpath(same) if same else ""
 
     def digest(path: Path) -> int:
         name = path.name
