@@ -23,6 +23,19 @@ def decoder(kind: type[Decoder] | None = None, **options) -> Decoder:
     return model.eval()
 
 
+class TwoRows(Decoder):
+    """A token reads its row and the next one in the table."""
+
+    def make_tables(self, tables, widths):
+        return tables(len(widths), self.config.vocab_size, widths[0] // 2)
+
+    def addresses(self, ids, n, documents=None):
+        return torch.stack((ids, (ids + 1) % self.config.vocab_size), dim=-1)[:, -n:]
+
+    def layer_rows(self, addresses):
+        return (rows.flatten(2) for rows in super().layer_rows(addresses))
+
+
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(TINY["vocab_size"], shape, generator=generator)

@@ -4,14 +4,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from naive import TINY, decoder, tokens
+from naive import TINY, TwoRows, decoder, tokens
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from lab import costs
 from lab.costs import Costs
 from lab.experiment import KINDS, MAIN
-from model import Decoder, ModelConfig
 from tables.tables import Tables
 from training.optimizer import Optimizer
 from training.report import model_sizes
@@ -66,21 +65,8 @@ def test_parameters_read_are_those_that_have_a_gradient(kind):
     assert Costs(model.config).params_read(len(ids.unique())) == read
 
 
-class Pairs(Decoder):
-    """A token reads its row and the next one in the table."""
-
-    def make_tables(self, tables, widths):
-        return tables(len(widths), self.config.vocab_size, widths[0] // 2)
-
-    def addresses(self, ids, n, documents=None):
-        return torch.stack((ids, (ids + 1) % self.config.vocab_size), dim=-1)[:, -n:]
-
-    def layer_rows(self, addresses):
-        return (rows.flatten(2) for rows in super().layer_rows(addresses))
-
-
 def test_all_rows_that_a_token_reads_are_counted():
-    model = Pairs(ModelConfig(ffn="stem", stem_layers="all", **TINY)).train()
+    model = decoder(TwoRows).train()
     model(tokens(1, 1))[0].square().sum().backward()
     rows, gradients = model.tables.gradients()
     assert len(rows) == 2

@@ -9,7 +9,7 @@ from inspect import unwrap
 import pytest
 import torch
 from conftest import Largest, user_error
-from naive import LAYERS, TINY, decoder
+from naive import LAYERS, TINY, TwoRows, decoder
 from simulated_gpu import SimulatedGpu
 
 from corpora import countries, questions
@@ -153,22 +153,9 @@ def test_edits_are_proposed_where_they_can_be_made(ffn):
     is_editable(decoder(ffn=ffn))
 
 
-class Previous(Decoder):
-    """A token reads its row and that of the one before."""
-
-    def make_tables(self, tables, widths):
-        return tables(len(widths), self.config.vocab_size, widths[0] // 2)
-
-    def addresses(self, ids, n, documents=None):
-        return torch.stack((ids, ids.roll(1, dims=1)), dim=-1)[:, -n:]
-
-    def layer_rows(self, addresses):
-        return (rows.flatten(2) for rows in super().layer_rows(addresses))
-
-
 def test_rows_are_edited_where_each_token_reads_its_own():
     """A bigram model may have as many rows as there are tokens, by chance."""
-    assert is_editable(decoder(Previous))
+    assert is_editable(decoder(TwoRows))
     assert not is_editable(decoder(ffn="bigram", ngram_rows=TINY["vocab_size"]))
 
 
