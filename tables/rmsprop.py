@@ -61,8 +61,10 @@ class RowRMSprop:
         )
         dtype = tables.rows(0).dtype
         assert dtype in DTYPES.values(), f"rows are {dtype}: train them in float32 or bfloat16"
-        for weight in tables.weight:  # as `from_pretrained` of transformers may have made them
-            weight.requires_grad_(False)  # parameters, whose gradients nobody would collect
+        # Nobody collects gradients of parameters, which rows may have become, as by the last
+        # optimizer, or by `from_pretrained` of transformers. (tables.requires_grad_ would freeze.)
+        for weight in tables.weight:
+            weight.requires_grad_(False)
         tables.watch.has_optimizer = True
         self.tables = tables
         self.beta2 = beta2

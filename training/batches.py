@@ -46,6 +46,7 @@ class Data:
             raise UserError(f"--data_dir {data_dir}: name one folder, conversations are not mixed")
         self.encoding = read_tokenizer(folders[0], self.metas[0])
         self.corpora = {meta["corpus"] for meta in self.metas}
+        self.splits = ("train", "val") if total else ("val",)  # that are opened
 
         train = []
         self.val: dict[str, Source] = {}
@@ -75,8 +76,7 @@ class Data:
         if meta["kind"] == "chat":  # as text, in memory
             ids = ids[unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
-            read = ("val",) if meta.get("val_fraction") == 1 else ("train", "val")
-            least = min(meta[name]["tokens"] for name in read)
+            least = min(meta[name]["tokens"] for name in self.splits)
             fix = f"lower --block_size {block_size} to {least - 1} or less"
             if len(self.metas) > 1:
                 fix += ", or leave this folder out"

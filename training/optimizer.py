@@ -93,10 +93,10 @@ class Optimizer:
         rows = set()
         for name, tables in sorted(model.all_tables.items()):
             if len(tables.weight) and not tables.frozen:
-                whole = settings.table_optimizer == "adamw"
-                for weight in tables.weight:  # not tables.requires_grad_: False would freeze them
-                    weight.requires_grad_(whole)
-                if not whole:
+                if settings.table_optimizer == "adamw":
+                    for weight in tables.weight:  # tables.requires_grad_ would only release them
+                        weight.requires_grad_(True)
+                else:
                     self.rmsprops[name] = RowRMSprop(
                         tables, settings.beta2, state=settings.table_state, seed=settings.seed
                     )

@@ -37,9 +37,8 @@ def model_sizes(model: Decoder) -> dict[str, int]:
     backbone = sum(p.numel() for p in dense) + embedding
     matrices = sum(p.numel() for p in dense if p.dim() >= 2)
     idle = sum(getattr(module, "idle", 0) for module in model.modules())
-    addresses = model.addresses(torch.zeros(1, 1, dtype=torch.int64), 1)  # of one token
-    width = model.tables.width * model.tables.n_rank
-    rows = len(model.tables.weight) * width * addresses.numel()
+    n_address = model.addresses(torch.zeros(1, 1, dtype=torch.int64), 1).numel()  # of one token
+    rows = len(model.tables.weight) * model.tables.width * model.tables.n_rank * n_address
     # q k, and its weight times v
     width = config.n_head * config.head_dim
     attention = sum(4 * width * block.attn.span for block in model.blocks)
