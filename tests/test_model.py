@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from conftest import user_error
 from naive import LAYERS, decoder, naive_greedy, tokens
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
-from model import BUILT_IN, CHUNK, Decoder, ModelConfig, sample
+from model import BUILT_IN, CHUNK, Decoder, ModelConfig, SwiGLU, sample
 from relatives.ngrams import primes
 from training.report import model_sizes
 from training.settings import parse_args
@@ -218,9 +219,20 @@ def test_every_parameter_of_embformer_is_the_input_embedding_or_a_table():
 # --- initial weights ---
 
 
-def test_initial_weights_have_the_documented_spread():
+class OfParts(Decoder):
+    """Its FFNs are within another module."""
+
+    def row_ffn(self, config):
+        parts = nn.Module()
+        parts.row_width = config.d_ff
+        parts.experts = nn.ModuleList([SwiGLU(config.n_embd, config.d_ff) for _ in range(2)])
+        return parts
+
+
+@pytest.mark.parametrize("kind", [Decoder, OfParts])
+def test_initial_weights_have_the_documented_spread(kind):
     torch.manual_seed(0)
-    model = Decoder(ModelConfig(vocab_size=200, n_layer=8, n_embd=96, init_std=0.03, table_std=0.5))
+    model = kind(ModelConfig(vocab_size=200, n_layer=8, n_embd=96, init_std=0.03, table_std=0.5))
     for name, weight in model.named_parameters():
         if weight.dim() == 1:
             assert (weight == 1).all(), name
@@ -228,7 +240,7 @@ def test_initial_weights_have_the_documented_spread():
         expected = 0.03
         if name.startswith("tables."):
             expected = 0.5
-        elif name.endswith(("attn.out.weight", "ffn.down.weight")):
+        elif name.endswith(("attn.out.weight", ".down.weight")):
             expected = 0.03 / 4
         assert weight.std().item() == pytest.approx(expected, rel=0.05), name
 

@@ -24,7 +24,7 @@ from naive import decoder
 
 import edit
 from corpora.questions import score_answers
-from model import ModelConfig
+from model import Decoder, ModelConfig
 from text import bpe
 from text.columns import width
 from text.spelling import typed
@@ -44,6 +44,14 @@ def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
         line = "sample.py --ckpt ckpt.pt --prompt Anna --max_new_tokens 3 --dtype bfloat16"
         done = command(line)
         assert done.stdout.startswith("Anna")
+
+
+@pytest.mark.parametrize("offload", ["none", "disk"])
+def test_weights_that_are_loaded_are_not_drawn_first(trained, monkeypatch, offload):
+    """It takes a second to draw rows that are on no device."""
+    monkeypatch.setattr(Decoder, "init_weights", lambda _: pytest.fail("drawn"))
+    for ffn in ("stem", "embformer"):
+        load_model(trained[ffn], "cpu", offload)
 
 
 def test_samples_depend_on_the_seed_alone(stem_ckpt):

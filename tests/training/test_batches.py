@@ -54,6 +54,8 @@ def test_an_epoch_holds_every_window_once():
         range(0, 20 * source.n_sequence, source.n_sequence)
     )  # of 20 epochs
     assert len(set((firsts[:, 0] % 10).tolist())) == 3  # 1,003 tokens leave room for three offsets
+    with pytest.raises(AssertionError, match="not one sequence of 10 tokens"):
+        Windows(IDS[:10], 10, None)
     in_order, _ = Windows(IDS, 10, None).sequences(range(3))  # without a seed
     assert in_order.flatten().tolist() == list(range(100, 130))
 
