@@ -437,21 +437,19 @@ class reading:
         if isinstance(error, OSError) and error.errno is not None:  # the system raised it
             raise UserError(f"cannot read {path}: {error.strerror}: {fix}") from None
         if isinstance(error, Damage):
-            if is_lfs_pointer(path):
-                fix = "git lfs install && git lfs pull"
-                raise UserError(
-                    f"{path} is only a pointer of Git LFS: fetch the file: {fix}"
-                ) from None
+            refuse_lfs_pointer(path)
             raise UserError(f"{path} is damaged ({error!s:.200}): {fix}") from None
 
 
-def is_lfs_pointer(path: str | Path) -> bool:
-    """Whether a file is what a clone without Git LFS has in place of a large one."""
+def refuse_lfs_pointer(path: str | Path) -> None:
+    """UserError: a file is what a clone without Git LFS has in place of a large one."""
     begins = b"version https://git-lfs"
-    if not os.path.isfile(path):
-        return False
-    with open(path, "rb") as file:
-        return file.read(len(begins)) == begins
+    if os.path.isfile(path):
+        with open(path, "rb") as file:
+            is_pointer = file.read(len(begins)) == begins
+        if is_pointer:
+            fix = "fetch the file: git lfs install && git lfs pull"
+            raise UserError(f"{path} is only a pointer of Git LFS: {fix}") from None
 
 
 def parse_json(text: str | bytes, /, **types) -> dict[str, Any]:

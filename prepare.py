@@ -57,6 +57,9 @@ from training.settings import PRESETS, STAGES
 SAMPLE = 16 << 20
 NOTES = 20  # how many are shown
 
+NOT_READ = ("tokenizer.model", "vocab.json", "merges.txt")  # tokenizers beside tokenizer.json
+OF_THE_HUB = ("tokenizer.json", "tokenizer_config.json", *NOT_READ)
+
 # How tiktoken gets the vocabulary NAME where there is no network.
 FILL = (
     "where there is a network, run TIKTOKEN_CACHE_DIR=vocab python -c 'import tiktoken; "
@@ -135,22 +138,26 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
     path = Path(name)
     if os.path.exists(path / "ckpt.pt"):  # a run's folder
         path = path / "ckpt.pt"
-    if path.suffix == ".json" and os.path.exists(path.with_name("meta.json")):
-        path = path.parent  # a prepared folder's
+    folder = path if os.path.isdir(path) else path.parent
     if name in tiktoken.list_encoding_names():
         encoding = standard(name)
-    elif path.suffix == ".json":
-        encoding = huggingface.read_tokenizer(path)
+    elif not os.path.exists(path):
+        others = "nor one of tiktoken's encodings; of a model on the Hub, download tokenizer.json"
+        raise UserError(f"--tokenizer {name}: no such file or folder, {others}")
+    elif os.path.exists(folder / "meta.json") and (path == folder or path.suffix == ".json"):
+        encoding = read_tokenizer(folder, read_meta(folder))  # of prepared data
     elif os.path.exists(path / "config.json"):
         fix = command_line(
             "convert.py", path, "--out", Path("out") / path.resolve().name / "ckpt.pt"
         )
         alone = "to use its tokenizer for another model, name its tokenizer.json"
         raise UserError(f"--tokenizer {path}: {alone}; or convert this model first: {fix}")
-    elif os.path.exists(path / "tokenizer_config.json"):  # a tokenizer of Hugging Face alone
-        encoding = huggingface.read_tokenizer(path / "tokenizer.json")
-    elif os.path.isdir(path):
-        encoding = read_tokenizer(path, read_meta(path))
+    elif path.name in NOT_READ or any(os.path.exists(path / file) for file in OF_THE_HUB):
+        encoding = huggingface.read_tokenizer(folder / "tokenizer.json")
+    elif path.suffix == ".json":
+        encoding = huggingface.read_tokenizer(path)
+    elif path == folder:
+        encoding = read_tokenizer(path, read_meta(path))  # which says what is missing
     else:
         encoding = read_encoding(path, read_checkpoint(path))
     if kind != "text" and tokenizer.START not in encoding.special_tokens_set:

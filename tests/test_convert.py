@@ -377,7 +377,9 @@ def test_a_config_of_something_else_is_refused(tmp_path, change, reason):
         ({"normalizer": {"type": "NFKC"}}, "normalizer {'type': 'NFKC'}"),
         (bpe(byte_fallback=True), "byte_fallback True"),
         (bpe(merges=MERGES[::-1]), "merges in another order"),
-        (bpe(lacking=b"x"), "bytes are missing"),
+        (bpe(lacking=b"x"), "1 of the 256 single bytes are missing: train it with initial_alph"),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}}}, "type WordPiece is not supported"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0]]}}, "type Unigram is not supported"),
         (bpe(special=["<s>"]), "no token with bos_token_id 1"),
         (with_added(*(f"<{number}>" for number in range(33))), "301 ids"),
         ({"added_tokens": [*bpe()["added_tokens"], {"id": 270, "content": "<x>"}]}, "270, not 268"),
@@ -460,9 +462,9 @@ def test_a_tokenizer_without_a_model_gets_what_it_lacks_after_it(tmp_path, speci
     for name in (*special, *SPECIAL):
         assert encoding.encode_single_token(name) == wanted[name]
     assert encoding.encode_ordinary(" hello") == [ids["Ġhello"]]
-    (tmp_path / "tokenizer_config.json").write_text("{}")  # of a tokenizer in its own folder
+    (tmp_path / "merges.txt").write_text("")  # beside a tokenizer in its own folder
     writer.write_dataset(tmp_path / "data", [("train", "a"), ("val", "b")], encoding, corpus="x")
-    for place in (tmp_path, tmp_path / "data/tokenizer.json"):
+    for place in (tmp_path, tmp_path / "merges.txt", tmp_path / "data/tokenizer.json"):
         again = prepare.ready_tokenizer(str(place), "chat")
         assert tokenizer.dumps(again) == tokenizer.dumps(encoding)
 

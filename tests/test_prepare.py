@@ -246,6 +246,8 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
     files["a.txt.zst"] = b"(\xb5/\xfd"
     for name, content in files.items():
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "bpe").mkdir()
+    (tmp_path / "bpe/vocab.json").write_text("{}")
     (tmp_path / "file").write_text("in the way")
     (tmp_path / "ckpt.pt").write_text("{}")
     (tmp_path / "empty").mkdir()
@@ -274,6 +276,9 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (f"{mine} --tokenizer llama", f"{ours}/convert.py llama"),
         (f"{mine} --tokenizer .", "ckpt.pt is damaged"),
         (f"{mine} --tokenizer empty", "no empty/meta.json"),
+        (f"{mine} --tokenizer Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B: no such file or folder, nor one"),
+        (f"{mine} --tokenizer bpe", "no bpe/tokenizer.json: it is all that is read"),
+        (f"{mine} --tokenizer bpe/vocab.json", "no bpe/tokenizer.json: it is all that is read"),
         ("--val_fraction 0.5", "--val_fraction is for files"),
     ):
         assert reason in refused(f"prepare.py {line}")
@@ -298,10 +303,16 @@ BLANKS = b" " * 10**6
         (b'{"prompt": "a", "input": "%s.", "output": "b"}' % BLANKS, "100,000 blanks or more"),
         (b'{"chosen": "a", "rejected": "b"}', "chosen and rejected must end with an answer"),
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
-        ({"messages": TALK}, "chat, while the first document is text"),
+        ({"messages": TALK}, "chat, but .*a.jsonl:1 is text"),
         (b'{"messages": "Hi"}', 'no answers to learn among "user".*: its keys are messages'),
         (b'{"prompt": "a", "chosen": "b", "rejected": null}', '"rejected" is empty'),
         (b'{"prompt": "a", "chosen": "", "rejected": "b"}', '"chosen" is empty'),
+        (
+            b'{"prompt": "a", "chosen": "[{\'content\': \'b\'}]", "rejected": "c"}',
+            "messages as one text",
+        ),
+        (b'{"problem": "a", "answer": "b"}', r"no question \(--columns.*: its keys are problem"),
+        (b'{"system": "a", "answer": "b"}', "no question"),
         ({"messages": TALK, "chosen": "a", "rejected": "b"}, "messages must end with the question"),
         ({"messages": by_turns("a", " ")}, "an answer is empty"),
         ({"system": "A", "messages": [says("system", "A"), *TALK]}, "a system message beside"),

@@ -22,7 +22,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from common import UserError
+from common import UserError, refuse_lfs_pointer
 from text import files
 from text.tokenizer import START
 
@@ -69,6 +69,7 @@ class Report:
 
     max_bad: float  # share of the documents that may be bad
     kind: str | None = None  # of all documents; if None, that of the first good one
+    first: str = ""  # the first good one, "file:line"
     documents: int = 0
     bad: int = 0
     named: list[str] = field(default_factory=list)  # the first three bad ones: "file:line: reason"
@@ -90,6 +91,7 @@ def read(
         with tqdm(total=size, desc=desc, unit="B", unit_scale=True, delay=3, disable=None) as bar:
             for path in paths:
                 start = bar.n
+                refuse_lfs_pointer(path)
                 with open(path, "rb") as raw, files.opened(path, raw) as file:
                     for document in read_file(path, file, report, columns):
                         bar.update(start + raw.tell() - bar.n)
@@ -117,8 +119,11 @@ def read_file(
                 report.notes[EMPTY] += not is_text  # a text's are blank lines
                 continue
             report.kind = report.kind or kind
+            report.first = report.first or f"{path}:{number}"
             if kind != report.kind:
-                raise ValueError(f"{kind}, while the first document is {report.kind}")
+                raise ValueError(
+                    f"{kind}, but {report.first} is {report.kind}: name files of one kind"
+                )
         except CallsTools:
             report.notes[TOOLS] += 1
             continue
@@ -200,6 +205,8 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
     is_talk = bool(left.keys() & {*TALKS})
     talk = take(left, SYSTEMS, "system", notes) + take_question(left, notes)
     if not is_talk:
+        if not talk or talk[-1]["role"] != "user":
+            raise ValueError("no question (--columns names it and its answer)")
         talk += take(left, ANSWERS, "assistant", notes)
     check_systems(talk)
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]
@@ -252,6 +259,8 @@ def take(left: dict, keys: Iterable[str], role: str, notes: Counter[str]) -> Mes
     key = next((key for key in keys if key in left), None)
     value = left.pop(key, [])
     if isinstance(value, str):
+        if value.startswith("[{") and "content" in value:
+            raise ValueError("messages as one text, as in a CSV: take the data set's Parquet")
         value = {"role": role, "content": value}
     messages = value if isinstance(value, list) else [value]
     return [message_of(message, notes) for message in messages]

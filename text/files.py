@@ -23,11 +23,11 @@ from typing import Any, BinaryIO, NoReturn, TextIO
 
 from tqdm import tqdm
 
-from common import UserError, python_line
+from common import UserError, python_line, refuse_lfs_pointer
 
 TEXTS = {".txt", ".md", ".markdown"}
 TABLES = {".csv", ".tsv"}
-RECORDS = {".jsonl", ".json", *TABLES}
+RECORDS = {".jsonl", ".ndjson", ".json", *TABLES}
 PACKED = {".gz": gzip.open, ".bz2": bz2.open}
 UNPACKED = 4  # times as large as the packed file, about, is English text
 KNOWN = (
@@ -75,7 +75,8 @@ NO_NOTICES = "characters left out: Project Gutenberg's headers and licenses"
 NO_MARKS = "characters left out: Markdown's marks and front matter"
 NOWHERE = "links in folders lead nowhere"
 ELSEWHERE = "files are read that lie elsewhere: links in folders lead to them"
-OTHERS = "files of other kinds in folders are left out: add .txt to the names of plain text"
+CARDS = "README.md are left out: they describe records"
+OTHERS = "files in folders are left out ({}): unpack archives, add .txt to the names of plain text"
 
 
 def kind_of_file(path: Path) -> str:
@@ -102,7 +103,12 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
         if not known:
             what = "the folder has" if path.is_dir() else "it is"
             raise UserError(f"--input {path}: {what} none of {KNOWN}")
-        notes[OTHERS] += len(inside) - len(known)
+        others = {f.suffix or f.name for f in inside if kind_of_file(f) not in TEXTS | RECORDS}
+        notes[OTHERS.format(f"{', '.join(sorted(others)):.40}")] += len(inside) - len(known)
+        if any(kind_of_file(file) in RECORDS for file in known):
+            not_cards = [file for file in known if file.name != "README.md"]
+            notes[CARDS] += len(known) - len(not_cards)
+            known = not_cards
         top = path.resolve()
         homes = {folder: folder.resolve() for folder in {file.parent for file in known}}
         real = (f.resolve() if f.is_symlink() else homes[f.parent] / f.name for f in known)
@@ -116,13 +122,17 @@ def refuse_parquet(file: Path, source: Path) -> None:
     README, which alone would be read. source: what pandas is to read, the file or its folder, of
     which it gets the Parquet files alone: it cannot open a folder that has others."""
     if file.suffix.lower() == ".parquet":
+        refuse_lfs_pointer(file)
         out = f"{source.resolve().stem}.jsonl"
         if source.is_dir():
             source = source / "*.parquet"
         names = [json.dumps(name, ensure_ascii=False) for name in (str(source), out)]
         command = python_line("-c", FROM_PARQUET.format(*names))
         needs = "pip install pandas pyarrow"
-        raise UserError(f"--input {file} is Parquet: run {needs} && {command}, then take {out}")
+        splits = " (of several splits, put one's name before *)" if source != file else ""
+        raise UserError(
+            f"--input {file} is Parquet: run {needs} && {command}, then take {out}{splits}"
+        )
 
 
 def files_in(path: Path, notes: Counter[str]) -> Iterator[Path]:

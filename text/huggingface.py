@@ -16,14 +16,13 @@ import regex
 import tiktoken
 from tqdm import tqdm
 
-from common import UserError, parse_json, reading
+from common import UserError, parse_json, reading, require_fields
 from text import chat, tokenizer
 from text.vocabularies import complete, name_unused
 
 ADDED = dict(content=str, id=int)  # what is read of an added token
 # What the settings of its "model" must be, where there are some.
 PLAIN = {
-    "type": "BPE",
     "dropout": 0,
     "byte_fallback": False,
     "continuing_subword_prefix": "",
@@ -124,16 +123,15 @@ def read_tokenizer(
     fix = "download it again"
     if not path.exists():
         fix = (
-            "it is all that is read (no tokenizer.model, vocab.json); transformers writes it: "
+            "it is all that is read (no vocab.json; SentencePiece's tokenizer.model is not "
+            "supported); transformers writes it: "
             f"AutoTokenizer.from_pretrained({str(path.parent)!r}).save_pretrained(FOLDER)"
         )
     with reading(path, fix):
-        record = parse_json(
-            path.read_bytes(),
-            model={"vocab": dict[str, int], "merges": list[str | list[str]]},
-            added_tokens=list[ADDED],
-        )
-    bpe = record["model"]
+        record = parse_json(path.read_bytes(), model={}, added_tokens=list[ADDED])
+        bpe = record["model"]
+        require(path, bpe, "type", "BPE")  # before what others, such as BERT's, do not have
+        require_fields(bpe, vocab=dict[str, int], merges=list[str | list[str]])
     if record.get("normalizer") == {"type": "NFC"}:  # as Qwen's
         note = "texts are left as they are: not in Unicode's NFC, they get other ids than there"
         print(f"note: {path} has a normalizer: {note}", file=sys.stderr)
@@ -193,7 +191,10 @@ def read_ranks(
     check_merges(path, bpe, ranks)
     lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
     if lacking != (NO_TOKEN if pattern == SMOLLM2_PATTERN else b""):
-        raise UserError(f"{path}: some of the 256 single bytes are missing, or should be")
+        fix = "train it with initial_alphabet=pre_tokenizers.ByteLevel.alphabet()"
+        if not lacking:
+            fix = "with Digits, only SmolLM2's is read, which lacks some"
+        raise UserError(f"{path}: {len(lacking)} of the 256 single bytes are missing: {fix}")
     return ranks
 
 

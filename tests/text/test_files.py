@@ -151,7 +151,7 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
     texts, notes = found(tmp_path / "in")
     names = [text.strip() for text in texts]
     assert names == ["B.txt", "a.txt", "a/z.txt", "b.txt", "c/g.txt", "f.txt", "e\u0301.md"]
-    assert notes == {files.OTHERS: 1, files.NOWHERE: 1, files.ELSEWHERE: 1}
+    assert notes == {files.OTHERS.format(".png"): 1, files.NOWHERE: 1, files.ELSEWHERE: 1}
     assert found(tmp_path / "in/f.txt", tmp_path / "in/a")[0] == ["f.txt\n", "a/z.txt\n"]
 
 
@@ -255,6 +255,22 @@ def test_a_line_of_backquotes_takes_no_quadratic_time():
     assert time.process_time() - start < 0.5  # 0.01 s; a search from each of them: 1.5
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.md", "a.ndjson", "a.csv", "a.jsonl.gz", "a.parquet"])
+def test_a_pointer_of_git_lfs_is_no_text(tmp_path, name):
+    (tmp_path / name).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\n")
+    for path in (tmp_path, tmp_path / name):
+        with user_error(f"{name} is only a pointer of Git LFS: .*git lfs pull"):
+            found(path)
+
+
+def test_the_card_of_a_data_set_is_none_of_its_records(tmp_path):
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data/train.ndjson", [{"text": "A record."}])
+    (tmp_path / "README.md").write_text("About the records.\n")
+    assert found(tmp_path) == (["A record."], {files.CARDS: 1})
+    assert found(tmp_path / "README.md") == (["About the records.\n"], {})
+
+
 @pytest.mark.parametrize("name", ["data", 'of \'6 "x" 😀 $(touch ran)'])
 def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path, monkeypatch, name):
     """Whatever the name of a folder is, a shell reads the command as it is meant."""
@@ -266,7 +282,7 @@ def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path, monkeypat
     for path, out in ((tmp_path, f"{name}.jsonl"), (file, "train.jsonl")):
         with user_error(" is Parquet: run pip install ") as error:
             found(path)
-        line = re.search("run (.*), then take (.*)", str(error.value))
+        line = re.search(r"run (.*), then take (.*?)( \(of|$)", str(error.value))
         assert line[2] == out
         shell = f'pip() {{ :; }}; python() {{ printf %s "$2"; }}; {line[1]}'
         code = subprocess.run(["sh", "-c", shell], capture_output=True, check=True, text=True)
