@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import mixed
+from common import UserError, mixed
 from tables.storage import DTYPES
 from tables.tables import Tables, send
 
@@ -150,6 +150,11 @@ class RowRMSprop:
         return {"state": self.state, "last": self.last, "steps": self.steps}
 
     def load_state_dict(self, saved: dict) -> None:
+        """UserError: its moments are of other tables, or of another kind."""
+        theirs, ours = ([[*moment.shape] for moment in m] for m in (saved["state"], self.state))
+        if theirs != ours:  # copy_ would broadcast one moment a row
+            wrong = f"moments of {len(theirs)} tables {theirs[:1]}, not of {len(ours)} {ours[:1]}"
+            raise UserError(f"{wrong}: --resume cannot go on: use --init_from")
         self.tables.flush()
         for mine, other in zip(self.state, saved["state"], strict=True):
             mine.copy_(other)

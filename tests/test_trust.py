@@ -242,6 +242,20 @@ def test_a_model_is_opened_while_its_training_saves(out, monkeypatch):
         load_checkpoint(out / "ckpt.pt")
 
 
+def test_tables_on_disk_that_others_replace_are_saved(out):
+    """As where somebody averages the checkpoints of two runs. Their moments may stay."""
+    saved = load_checkpoint(out / "ckpt.pt")
+    halves = {name: weight / 2 for name, weight in saved["model"].items()}
+    write_checkpoint(out / "ckpt.pt", {**saved, "model": halves})
+    found = load_checkpoint(out / "ckpt.pt", verify=True)
+    assert_same(found["model"], halves)
+    model, encoding, _ = load_model(out / "ckpt.pt", torch.device("cpu"), offload="disk")
+    model.tables.weight[0] = 3 * halves["tables.weight.0"]
+    save_checkpoint(out / "mine.pt", model, encoding, args=found["args"])
+    tripled = {**halves, "tables.weight.0": model.tables.weight[0]}
+    assert_same(load_checkpoint(out / "mine.pt")["model"], tripled)
+
+
 # --- full disks, and no memory ---
 
 
@@ -327,7 +341,7 @@ HARMS = {
     "folder": "",
     "circle": "cannot read",
     "foreign": "save_checkpoint: its format is None",
-    "old": "its format is 1",
+    "old": "of another commit, with which it can be used: its format is 1",
     "unknown": "unknown",
     "nan": "norm.weight has numbers that are not finite",
     "code": "possibly code",

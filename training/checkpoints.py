@@ -171,10 +171,12 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
         with open(temporary, "wb") as file:
             if storage is not None:
                 name = temporary.suffixes[-2][1:]  # by which `discard` finds it
+                weights = checkpoint["model"].items()
+                rows = {k[7:]: w for k, w in weights if k.startswith("tables.")}
+                checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
+                StoredTables(storage).load_state_dict(rows)  # there may be others in their place
                 saved = storage.copy(tables_folder(path) / name)
                 checkpoint["tables"] = {"id": name, **saved}
-                weights = checkpoint["model"].items()
-                checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
                 if "state" in storage.arrays and "optimizer" in checkpoint:
                     rows = checkpoint["optimizer"]["rows"]
                     rows["tables"] = {**rows["tables"], "state": None}
@@ -264,6 +266,8 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
         found = checkpoint.get("format")
         if found != FORMAT:
             ours = "no checkpoint of training.checkpoints.save_checkpoint"
+            if isinstance(found, int):
+                ours = "of another commit, with which it can be used"
             raise Damage(f"or {ours}: its format is {found!r:.40}, not {FORMAT}")
         checkpoint = {"edits": [], **checkpoint}
         if "optimizer" not in checkpoint:  # it need not be a run's
