@@ -221,7 +221,8 @@ def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
     depends on the position: (a cos - b sin, b cos + a sin). `cos_sin` [2, S, head_dim], from
     `rotary`, is that of the S tokens so far, of which x has the last T."""
     cos, sin = cos_sin[:, -x.shape[2] :]
-    wide = x.to(torch.float32, memory_format=torch.contiguous_format)
+    dtype = torch.promote_types(x.dtype, torch.float32)  # 16 bits would round angles away
+    wide = x.to(dtype, memory_format=torch.contiguous_format)
     swapped = wide.roll(x.shape[-1] // 2, dims=-1)
     return (wide * cos).add_(swapped.mul_(sin)).to(x.dtype)
 
@@ -709,7 +710,7 @@ class Decoder(nn.Module):
         """[B, T] -> [B, T, n_embd]."""
         if self.head is None:
             return self.wte(send(ids, self.device))
-        return next(self.wte.lookup(ids)).to(self.like.dtype)
+        return self.wte(ids).to(self.like.dtype)
 
     def unembed(self, x: Tensor) -> Tensor:
         """Logits: [..., n_embd] -> [..., V]."""
@@ -736,7 +737,7 @@ class Decoder(nn.Module):
         NaN if all are -1."""
         size = max(1, CHUNK.get(x.device.type, 1 << 22) // self.config.vocab_size)  # tokens
         kept = len(x) * self.config.vocab_size <= KEPT
-        total = torch.zeros((), device=x.device)
+        total = 0.0
         for part in zip(x.split(size), targets.split(size), strict=True):
             if kept:
                 total = total + self.summed_loss(*part)
@@ -747,7 +748,8 @@ class Decoder(nn.Module):
         return total / (targets >= 0).sum()
 
     def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
-        logits = self.unembed(x).float()  # [N, V]
+        logits = self.unembed(x)  # [N, V]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return F.cross_entropy(logits, targets, ignore_index=-1, reduction="sum")
 
     # --- decoding ---

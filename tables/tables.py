@@ -128,6 +128,11 @@ class Tables(nn.Module):
         else:
             yield from self.read_once(ids)
 
+    def forward(self, ids: Tensor) -> Tensor:
+        """The rows of the only table, as of an `nn.Embedding`: hooks see them."""
+        (rows,) = self.lookup(ids)
+        return rows
+
     def read_once(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
         Each row is one leaf of autograd, which sums the gradients of all places of its token;

@@ -81,6 +81,6 @@ class Watch:
         if self.waiting_since < optimizer_steps:
             warnings.warn(
                 "an optimizer steps, but rows stay in eval() mode: call model.train() or, if this "
-                f"is not what is trained, compute under torch.no_grad(). {ADVICE}",
+                f"model is not what is trained, its requires_grad_(False). {ADVICE}",
                 stacklevel=7,
             )

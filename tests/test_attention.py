@@ -77,7 +77,7 @@ def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n,
         expected.append(naive_logits(model.config, weights, *sequence))
     expected = torch.stack(expected)
     logits, _ = model(ids, table_ids=table_ids, documents=documents if masked else None)
-    close = dict(rtol=1e-4, atol=1e-4)  # angles are float32
+    close = dict(rtol=1e-5, atol=1e-5)  # angles are float32
     assert_close(logits, expected, **close)
     logits.sin().sum().backward()
     expected.sin().sum().backward()

@@ -314,6 +314,29 @@ def test_what_stands_in_place_of_the_head_is_called():
     assert_close(model.generate(ids, 1, temperature=0)[:, -1], before[:, -1].argmin(-1))
 
 
+@pytest.mark.parametrize("ffn", ["stem", "embformer"])
+def test_hooks_of_the_embedding_change_it_and_gradients_are_the_slopes(ffn):
+    """As causal tracing does, and integrated gradients do. Slopes are only seen in float64."""
+    model = decoder(ffn=ffn, n_layer=2).double()
+    ids = tokens(2, 6)
+    added = torch.zeros(2, 6, model.config.n_embd, dtype=torch.float64)
+    seen = []
+
+    def add(wte, args, x):
+        seen.append(x)
+        return x + added
+
+    def outputs(change):
+        nonlocal added
+        added = change
+        return model(ids)[0], model(ids, ids)[1]
+
+    model.wte.register_forward_hook(add)
+    assert torch.autograd.gradcheck(outputs, added.requires_grad_(), fast_mode=True)
+    weight = model.state_dict()["wte.weight.0" if ffn == "stem" else "wte.weight"]
+    assert_close(seen[0], weight[ids])
+
+
 def test_a_model_has_the_dtype_that_modules_get_by_default():
     torch.set_default_dtype(torch.bfloat16)
     try:
