@@ -380,8 +380,11 @@ def mixed(*numbers: int) -> int:
 
 
 def all_finite(numbers: torch.Tensor) -> bool:
-    """Whether no number is infinite or NaN. In parts: at once, it takes nearly twice the memory."""
-    return all(part.isfinite().all() for part in numbers.flatten().split(1 << 24))
+    """Whether no number is infinite or NaN: else the least or the largest is. (`isfinite` of all
+    would take 20 times as long, and memory.)"""
+    if numbers.is_complex():
+        numbers = torch.view_as_real(numbers)
+    return not numbers.numel() or bool(torch.stack(numbers.aminmax()).isfinite().all())
 
 
 CPU_INFO = Path("/proc/cpuinfo")

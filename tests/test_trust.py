@@ -344,6 +344,7 @@ HARMS = {
     "old": "of another commit, with which it can be used: its format is 1",
     "unknown": "unknown",
     "nan": "norm.weight has numbers that are not finite",
+    "nan in a row": "tables.weight.0 has numbers that are not finite",
     "code": "possibly code",
 }
 
@@ -351,12 +352,17 @@ HARMS = {
 @pytest.mark.parametrize("harm", HARMS)
 def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, tmp_path, harm):
     saved = checkpoint(trained["stem"])
-    one_is_nan = saved["model"]["norm.weight"].index_fill(0, torch.tensor([0]), math.nan)
+
+    def with_nan(name):
+        weight = saved["model"][name].index_fill(0, torch.tensor([0]), math.nan)
+        return {**saved, "model": {**saved["model"], name: weight}}
+
     records = {
         "foreign": saved["model"],
         "old": {**saved, "format": 1},
         "unknown": {**saved, "args": {**saved["args"], "unknown": 1}},
-        "nan": {**saved, "model": {**saved["model"], "norm.weight": one_is_nan}},
+        "nan": with_nan("norm.weight"),
+        "nan in a row": with_nan("tables.weight.0"),
         "code": {"x": Malicious()},
     }
     path = tmp_path / "ckpt.pt"
