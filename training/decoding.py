@@ -38,8 +38,8 @@ def load_to_decode(
         torch.set_num_threads(1)
     model, encoding, checkpoint = load_model(path, device, offload, verify=verify)
     on_gpu = device.type == "cuda" and has_bfloat16(device)
-    if dtype == "bfloat16" or (dtype == "auto" and on_gpu):
-        cast_backbone(model, torch.bfloat16)
+    in_16_bits = dtype == "bfloat16" or (dtype == "auto" and on_gpu)
+    cast_backbone(model, torch.bfloat16 if in_16_bits else torch.float32)
     if device.type == "cpu":
         use_column_major_weights(model)
     return model, encoding, checkpoint

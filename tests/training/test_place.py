@@ -24,7 +24,7 @@ from tables import storage as storages
 from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, StoredTables
 from text.tokenizer import encode
-from training.checkpoints import load_model, tables_folder
+from training.checkpoints import load_model, save_checkpoint, tables_folder
 from training.decoding import load_to_decode
 from training.placement import make_tables
 
@@ -110,6 +110,18 @@ def test_a_gpu_gets_tables_through_the_ring(tmp_path, monkeypatch):
         monkeypatch.setattr(storages, "free_ram", lambda: 2 * 10 * 4 * 4 - 1)
         with user_error("RAM"):
             make_tables("cpu", gpu.device, torch.float32)(2, 10, 4)
+
+
+def test_a_model_that_was_saved_in_16_bits_computes_in_the_dtype_that_is_asked_for(
+    trained, tmp_path
+):
+    """Its rows stay as they are."""
+    model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
+    save_checkpoint(tmp_path / "half.pt", model.bfloat16(), encoding)
+    for given, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        half, _, _ = load_to_decode(tmp_path / "half.pt", CPU, dtype=given)
+        assert half.head_weight.dtype == half.blocks[0].attn.qkv.qkv.weight.dtype == dtype
+        assert half.tables.weight[0].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("ffn", ["stem", "embformer"])
