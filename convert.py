@@ -40,7 +40,7 @@ from training.folders import live_tables, run_folder
 from training.huggingface import read_folder, write_folder
 from training.placement import make_tables
 from training.report import model_sizes
-from training.settings import device_flag, offload_flag
+from training.settings import STAGES, device_flag, offload_flag
 
 PRESETS = {"dense": "minimind-104m", "embformer": "embformer-104m"}  # the nearest in size
 
@@ -128,7 +128,10 @@ def main() -> None:
         f"vocabulary {config.vocab_size:,}, {sizes['total'] / 1e6:.2f} M parameters"
     )
     data_dir = settings.data_dir or training["args"].get("data_dir", "DATA")
-    more = ("--data_dir", data_dir, "--out_dir", "out/trained")
+    more = ["--data_dir", data_dir, "--out_dir", "out/trained"]
+    stage = training["args"].get("stage", "pretrain")
+    if not settings.data_dir and STAGES[stage].reads != "text":  # else all of it would be learned
+        more += ["--stage", stage]
     print(f"next: {command_line('train.py', '--init_from', path, *more)}")
 
 

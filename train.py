@@ -193,8 +193,9 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             )
         if (checkpoint["data"], checkpoint["weights"]) != (data.metas, data.weights):
             raise UserError(
-                f"--data_dir {settings.data_dir} is not what {origin} was trained on: name the "
-                "folder that is, or start a new run with --init_from and another --out_dir"
+                f"--data_dir {settings.data_dir} is not, or no longer, what {origin} was trained "
+                f"on (then {checkpoint['args']['data_dir']}): name the same data, by the same "
+                "weights, or start a new run with --init_from and another --out_dir"
             )
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")

@@ -42,7 +42,7 @@ from text.huggingface import (
     write_tokenizer,
 )
 from training import huggingface
-from training.checkpoints import load_checkpoint, load_model
+from training.checkpoints import load_checkpoint, load_model, write_checkpoint
 from training.dense_to_stem import read_text
 
 CONFIG = {
@@ -723,6 +723,15 @@ def test_rows_are_of_the_text_that_the_model_was_trained_on(trained, data, tmp_p
     found = []
     for name, given in (("a", ()), ("b", ("--data_dir", data))):
         said = command(*line, tmp_path / f"{name}.pt", *given).stdout
-        assert f"--data_dir {data} " in said
+        assert f"--data_dir {data} " in said and "--stage" not in said
         found.append(load_checkpoint(tmp_path / f"{name}.pt")["model"])
     assert_same(*found)
+
+
+def test_a_converted_model_that_chats_is_trained_on_in_its_stage(trained, tmp_path):
+    """Else it would learn all that its conversations say."""
+    saved = load_checkpoint(trained["dense"] / "ckpt.pt")
+    saved["args"]["stage"] = "dpo"
+    write_checkpoint(tmp_path / "chats.pt", saved)
+    line = "convert.py chats.pt --ffn stem --tokens 0 --out stem.pt"
+    assert command(line).stdout.rstrip().endswith("--stage dpo")

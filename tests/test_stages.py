@@ -65,13 +65,19 @@ def test_the_whole_chain(stage, trained, chat, tmp_path, capsys):
     assert after["tokenizer"] == before["tokenizer"]
 
 
-@pytest.mark.parametrize(("n_pass", "rate"), [(2, 1e-4), (9, 1e-4), (9, 2e-3)])
-def test_few_conversations_are_said_to_want_a_larger_rate(chat, capsys, n_pass, rate):
-    data = Data(str(chat), "chat", 64, 1, total=1)
-    sizes = dict(batch_size=data.metas[0]["train"]["documents"], max_iters=n_pass)
-    settings = Settings(stage="sft", learning_rate=rate, **sizes)
-    describe(settings, data, NextToken(Decoder(settings.model), "float32"))
-    assert ("few conversations" in capsys.readouterr().out) == (n_pass == 9 and rate < 2e-3)
+@pytest.mark.parametrize(("stage", "rate"), [("sft", 2e-3), ("dpo", 1e-4)])
+def test_few_conversations_or_pairs_are_said_to_want_a_larger_rate(
+    chat, pairs, capsys, stage, rate
+):
+    reads, folder, what = "chat", chat, "few conversations"
+    if stage == "dpo":
+        reads, folder, what = "preference", pairs, "few pairs"
+    data = Data(str(folder), reads, 64, 1, total=1)
+    for n_pass, given in ((2, rate / 20), (9, rate / 20), (9, rate)):
+        sizes = dict(batch_size=int(data.n_sequence), max_iters=n_pass)
+        settings = Settings(stage=stage, learning_rate=given, **sizes)
+        describe(settings, data, NextToken(Decoder(settings.model), "float32"))
+        assert (what in capsys.readouterr().out) == (n_pass == 9 and given < rate)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from training.records import Log, draw_loss, read_run
 from training.settings import STAGES, Settings
 from training.sources import Windows
 
-# Of fine-tuning: more passes than a stage takes by itself, unless there are few conversations, and
-# a rate at which these are learned.
-FEW_PASSES, FEW_RATE = 4, 2e-3
+# A rate at which a stage learns few conversations or pairs: so few that its steps read them more
+# than twice as often as it says.
+FEW_RATES = {"sft": 2e-3, "dpo": 1e-4}
 
 
 def model_sizes(model: Decoder) -> dict[str, int]:
@@ -75,9 +75,11 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
         print(
             "note: all tokens are learned; --stage sft learns the answers, --stage dpo the chosen"
         )
-    is_slow = passes(settings, data) > FEW_PASSES and settings.learning_rate < FEW_RATE
-    if settings.stage == "sft" and is_slow:
-        print(f"note: few conversations: a larger --learning_rate learns more, such as {FEW_RATE}")
+    rate = FEW_RATES.get(settings.stage, 0)
+    is_slow = 4 * settings.learning_rate < rate
+    if is_slow and passes(settings, data) > 2 * STAGES[settings.stage].epochs:
+        what = "few conversations" if settings.stage == "sft" else "few pairs"
+        print(f"note: {what}: a larger --learning_rate learns more, such as {rate}")
     n_cut = getattr(data.train, "n_cut", 0)
     if n_cut:
         print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
