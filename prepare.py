@@ -18,9 +18,9 @@ Read are .txt, .md, .jsonl, .json, .csv and .tsv files in UTF-8, also if they en
   a question and its answer, or a conversation, {"conversations": [{"role": "user", "content":
   "..."}, ...]}, or two that differ in the last answer, {"chosen": [...], "rejected": [...]}.
 - Known keys, and columns: text; of a question instruction, prompt, question, query, input; of
-  its answer output, completion, response, answer; conversations, messages; system,
-  system_prompt; chosen and rejected. A message has role (or from), content (or value) and, if
-  it is not to be learned, weight 0.
+  its answer output, completion, response, answer; conversations, messages, conversation;
+  system, system_prompt; chosen and rejected. A message has role (or from), content (or value)
+  and, if it is not to be learned, weight 0.
 
 Written to the output folder:
 

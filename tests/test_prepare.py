@@ -416,6 +416,7 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
         ),
         (b'{"prompt": "Hi?", "response": "Ho.", "score": 0}', TOLD, "score"),
         ({"prompt": [ASKED], "completion": [ANSWERED]}, TOLD, ""),
+        ({"conversation": TOLD, "model": "x"}, TOLD, "model"),  # WildChat's
         (
             b'{"system": "S", "instruction": "Hi?", "input": "x", "chosen": "Ho.", "rejected": '
             b'"No."}',

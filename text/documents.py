@@ -46,7 +46,7 @@ SPELLED = {
 }
 
 # The keys of a record that hold messages, or one message; `prepare.py -h` names them.
-TALKS = ("conversations", "messages")
+TALKS = ("conversations", "messages", "conversation")
 SYSTEMS = ("system", "system_prompt")
 QUESTIONS = ("instruction", "prompt", "question", "query", "input")
 ANSWERS = ("output", "completion", "response", "answer")
