@@ -172,7 +172,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
             if storage is not None:
                 name = temporary.suffixes[-2][1:]  # by which `discard` finds it
                 weights = checkpoint["model"].items()
-                rows = {k[7:]: w for k, w in weights if k.startswith("tables.")}
+                rows = {k.removeprefix("tables."): w for k, w in weights if k.startswith("tables.")}
                 checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
                 StoredTables(storage).load_state_dict(rows)  # there may be others in their place
                 saved = storage.copy(tables_folder(path) / name)
