@@ -9,6 +9,7 @@ python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 
 # Before torch, whose threads it tells how to wait.
@@ -168,6 +169,9 @@ def converse(talk: Chat, seed: int, **options) -> None:
     if sys.stdin is None:
         raise UserError("--chat reads standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")
+    if sys.stdin.isatty():
+        with suppress(ImportError):  # Windows, whose terminals edit lines themselves
+            import readline  # noqa: F401  # arrow keys; without it they are part of the message
     while True:
         try:
             text = input("> " if sys.stdin.isatty() else "").strip()
