@@ -76,6 +76,7 @@ class Page(ThreadingHTTPServer):
             return
         if not self.busy.acquire(blocking=False):
             yield {"error": "one request at a time: wait for another page's"}
+            yield self.state()  # of which a page that has just been opened is made
             return
         try:
             self.stop.clear()
@@ -90,7 +91,10 @@ class Page(ThreadingHTTPServer):
         finally:
             self.model.tables = self.facts[-1][1]
             self.busy.release()
-        yield {**self.about, "facts": [fact for fact, _ in self.facts[1:]]}
+        yield self.state()
+
+    def state(self) -> dict:
+        return {**self.about, "facts": [fact for fact, _ in self.facts[1:]]}
 
     def change(self, texts: dict[str, str], tables: list[int]) -> Iterator[dict]:
         """What the model writes before and after an edit: a name reads another's rows in some
@@ -169,7 +173,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8000, help="8000; 0 is any that is free")
     with Page(**vars(parser.parse_args())) as page:
         print(f"open http://{HOST}:{page.server_port} (Ctrl-C ends it)", flush=True)
-        page.serve_forever()
+        try:
+            page.serve_forever()
+        finally:  # a thread that computes while Python ends aborts the process
+            page.stop.set()
+            page.busy.acquire()
 
 
 if __name__ == "__main__":

@@ -99,7 +99,9 @@ def test_one_request_at_a_time_which_the_stop_button_ends(page):
 
     page.model.register_forward_hook(meanwhile)
     ended = ask(page, "change", texts=FACT, tables=[])
-    assert "one request" in told[0][0]["error"] and told[1] == []
+    error, state = told[0]
+    assert "one request" in error["error"] and told[1] == []
+    assert state == ask(page, "about")[0]  # of which a page that was just opened is made
     assert ended[0] == {"error": "stopped"} and ended[1]["facts"] == []
     assert "before" in ask(page, "change", texts=SWAP, tables=[])[0]
 
