@@ -85,7 +85,7 @@ def run(main: Callable[[], None]) -> None:
             sys.stdout.write = lambda text: write(shown(text))
     try:
         main()
-        sys.stdout.flush()
+        print(end="", flush=True)  # which knows a standard output that is closed
     except UserError as error:
         lines = str(error).splitlines()
         sys.exit("error: " + shown(" ".join(map(str.strip, lines))))
@@ -177,7 +177,9 @@ def add_flags(
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
         if value_type is not bool:
             given = partial(expanded, value_type) if is_path else value_type
-            options.update(type=given, choices=more.get("choices"), nargs=more.get("nargs"))
+            options.update(type=given, choices=more.get("choices"))
+            if "nargs" in more:  # --input a --input b is --input a b
+                options.update(nargs=more["nargs"], action="extend")
         elif shown or setting.default is None:
             options["action"] = BooleanOptionalAction
         else:
@@ -204,9 +206,13 @@ class Parser(ArgumentParser):
         given, unknown = self.parse_known_args(*arguments)
         if unknown:
             known = self._option_string_actions
-            close = get_close_matches(unknown[0], known, 1, 0.8)
-            close += [name for name in known if initials(name) == unknown[0]]  # --lr
+            name = unknown[0].partition("=")[0]
+            close = get_close_matches(name, known, 1, 0.8)
+            close += [flag for flag in known if initials(flag) == name]  # --lr
+            close += [flag for flag in known if flag.startswith(name)]  # --max_new
             meant = f"; did you mean {close[0]}?" if close else ""
+            if not name.startswith("-"):
+                meant = "; a value follows the name of its flag"
             self.error(f"unrecognized{self.chosen}: {' '.join(unknown)}{meant}")
         return given
 

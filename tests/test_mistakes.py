@@ -358,6 +358,11 @@ def test_help_has_no_control_characters(monkeypatch):
     assert "\x1b" not in common.make_parser("").format_help()
 
 
+def test_a_command_without_standard_output_ends_well(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    common.run(lambda: print("unheard"))
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
 def test_output_without_room_is_one_line(monkeypatch):
     with open("/dev/full", "w") as full, pytest.raises(SystemExit) as ended:

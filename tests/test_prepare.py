@@ -463,6 +463,13 @@ def test_roles_that_are_not_known_are_named(tmp_path, encoding, capsys):
     assert said.count("which is not learned") == 20 and "note: 40 other notes" in said
 
 
+def test_a_flag_of_files_that_is_repeated_adds_to_them(tmp_path, story):
+    write_jsonl(tmp_path / "more.jsonl", TEXTS)
+    line = f"prepare.py --vocab_size 300 --input {story} --out_dir out --input more.jsonl"
+    command(f"{line} more.jsonl")
+    assert read_meta(tmp_path / "out")["sources"] == [story.name, "more.jsonl", "more.jsonl"]
+
+
 def test_an_answer_of_weight_0_is_read_and_not_learned(tmp_path, encoding):
     talk = by_turns("Hi?", "Ho.", "Hi?", "Yes.", "Hi?", "No.")
     marked = [*talk[:3], {**talk[3], "weight": 0}, *talk[4:]]
