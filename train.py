@@ -284,7 +284,8 @@ def fit(run: Run) -> None:
     meter = Meter(log, partial(check_finite, settings, "training"))
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
     # Without a terminal there is no bar, and a line for each evaluation.
-    bar = tqdm(total=settings.max_iters, initial=run.step, unit="step", disable=None)
+    look = dict(unit="step", disable=None, dynamic_ncols=True)  # as wide as the terminal is then
+    bar = tqdm(total=settings.max_iters, initial=run.step, **look)
     with bar, stop_signals(bar) as received:
         while True:
             # 1) evaluate and save

@@ -113,7 +113,7 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
     """Draw the means of validation losses of groups of runs over tokens, all rows counted as full.
     That of the random model, which comes first, would flatten all others."""
     figure, axes = plt.subplots(figsize=(7, 4.2))
-    for name, group in groups.items():
+    for number, (name, group) in enumerate(groups.items()):
         by_step = []
         for run in group:
             by_step.append({record["step"]: record["val_loss"] for record in run["eval"]})
@@ -122,7 +122,9 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
         losses = [[of_run[step] for of_run in by_step] for step in steps]
         args = last_start(group[0])["args"]
         tokens = [step * args["batch_size"] * args["block_size"] / 1e6 for step in steps]
-        draw_means(axes, tokens, losses, marker=".", label=name.replace("$", r"\$"))
+        style = ("-", "--", ":", "-.")[number // 10 % 4]  # there are ten colors
+        label = name.replace("$", r"\$")
+        draw_means(axes, tokens, losses, marker=".", linestyle=style, label=label)
     axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
     axes.legend(title="mean, 95 % interval")
     save_figure(figure, out)
