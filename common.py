@@ -27,6 +27,7 @@ from functools import partial
 from pathlib import Path
 from subprocess import list2cmdline
 from textwrap import shorten
+from traceback import extract_tb
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
@@ -105,9 +106,12 @@ def run(main: Callable[[], None]) -> None:
         by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not by_type and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
+        ours = [f for f in extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+        place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
         sys.exit(
-            "error: out of memory: lower --device_batch_size (convert.py: --batch_size, sample.py: "
-            "--num_samples) or the model's sizes, or try --offload"
+            f"error: out of memory in {place} ({first_line(error)}): lower --device_batch_size "
+            "(convert.py: --batch_size, sample.py: --num_samples) or the model's sizes, or try "
+            "--offload"
         )
 
 
@@ -146,8 +150,8 @@ def flag(default: Any, about: str, **more) -> Any:
 
     Args:
         about: its line in `-h`, followed by the default, or `shown` in place of the default.
-        more: `must`, a key of RANGES; `choices` and `nargs`, as of argparse; `of`, a test whether
-            a kind of --ffn has this flag.
+        more: `must`, a key of RANGES; `choices`, as of argparse; `nargs="+"`, of paths; `of`, a
+            test whether a kind of --ffn has this flag.
     """
     return field(default=default, metadata={"about": about, **more})
 
