@@ -475,7 +475,9 @@ class Block(nn.Module):
                 ffn_rows = ffn_rows[:, -x.shape[1] :]
         y = self.attn(self.attn_norm(x), attn_rows, cos_sin, mask, cache, start)
         x = x + self.dropout(y)
-        return x + self.dropout(self.ffn(self.ffn_norm(x), ffn_rows))
+        y = self.ffn(self.ffn_norm(x), ffn_rows)
+        assert y.shape == x.shape, f"{type(self.ffn).__name__} gives {[*y.shape]}, not {[*x.shape]}"
+        return x + self.dropout(y)
 
 
 # --- the decoder ---
@@ -507,6 +509,9 @@ class Decoder(nn.Module):
             made = f"Decoder = decoder_class({kind!r}); Decoder(Decoder.config_class(ffn={kind!r}))"
             given = f"{type(config).__name__}(ffn={config.ffn!r})"
             raise UserError(f"{given} is not of this decoder: {made}")
+        assert hasattr(config, "attention_kinds"), (
+            f"{type(config).__name__}.__post_init__ does not call super().__post_init__()"
+        )
         self.config = config
         if config.tie_head:
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)

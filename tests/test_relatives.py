@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import small_run, user_error
+from conftest import refused, small_run, user_error
 from naive import LAYERS, SIZES, TINY, decoder, tokens
 
 from model import Decoder, ModelConfig, decoder_class, relatives
@@ -69,11 +69,11 @@ def test_tokens_that_are_taken_back_leave_nothing_or_cannot_be(model):
 
 
 def test_logits_depend_on_no_later_token_and_on_no_other_text(model):
-    ids = tokens(2, 29)
+    ids = tokens(3, 29)
     for n in (1, 10, 28):
-        other = tokens(2, 29, seed=3)
-        other[0, :n] = ids[0, :n]
-        assert_close(model(other)[0][0, :n], model(ids)[0][0, :n])
+        other = tokens(3, 29, seed=3)
+        other[1, :n] = ids[1, :n]  # others stand before and after it
+        assert_close(model(other)[0][1, :n], model(ids)[0][1, :n])
 
 
 def test_a_document_has_the_logits_that_it_has_alone(model):
@@ -242,6 +242,39 @@ class Decoder(model.Decoder):
     add_relative("wrong", source.replace("@dataclass\n", ""))
     with user_error(r"relatives/wrong.py: class Config needs @dataclass"):
         decoder_class("wrong")
+
+
+def test_what_is_forgotten_in_a_class_is_named(add_relative):
+    class Forgetful(ModelConfig):
+        def __post_init__(self):
+            self.d_ff = 8
+
+    with pytest.raises(AssertionError, match="__post_init__ does not call super"):
+        Decoder(Forgetful(9, d_ff=8))
+    model = decoder(n_layer=2)
+    model.blocks[1].ffn.down = torch.nn.Linear(model.config.d_ff, 1)  # would be broadcast
+    with pytest.raises(AssertionError, match=r"StemFFN gives \[2, 5, 1\], not \[2, 5, 32\]"):
+        model(tokens(2, 5))
+
+
+def test_a_config_that_a_relative_makes_wrong_is_refused_before_training(
+    data, tmp_path, add_relative
+):
+    source = """
+from dataclasses import dataclass
+import model
+@dataclass
+class Config(model.ModelConfig):
+    rank: int | None = model.flag(None, "rank")
+    def __post_init__(self):
+        super().__post_init__()
+        self.rank = self.rank or self.n_embd / 4
+class Decoder(model.Decoder):
+    config_class = Config
+"""
+    add_relative("wrong", source)
+    said = refused("train.py --ffn wrong --data_dir", data, "--out_dir", tmp_path / "out")
+    assert "--rank 32.0 is not of type int" in said and not (tmp_path / "out").exists()
 
 
 def test_a_misspelled_name_trains_no_stem(add_relative):

@@ -187,6 +187,7 @@ class Settings:
             # What consists of rows needs one second moment per number.
             self.table_state = "number" if self.model.embedding_only else "row"
         check_ranges(self)
+        check_ranges(self.model)  # again, as a relative may have changed it
         self.out_dir = Path(self.out_dir)
         self.data_dir = str(self.data_dir)
         if self.batch_size % self.device_batch_size:
