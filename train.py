@@ -43,7 +43,7 @@ from tqdm import tqdm
 
 from corpora import recall
 from corpora.countries import write_corpus
-from model import Decoder, ModelConfig, decoder_class
+from model import BUILT_IN, Decoder, ModelConfig, decoder_class
 from tables.storage import DTYPES
 from text import tokenizer
 from text.dataset import read_meta
@@ -235,6 +235,8 @@ def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dic
         fresh=checkpoint is None,
     )
     model = decoder_class(settings.model.ffn)(settings.model, tables)
+    if torch.initial_seed() != settings.seed:  # all seeds would begin with the same weights
+        print(f"note: --ffn {settings.model.ffn} calls torch.manual_seed: --seed draws no weights")
     check_own(model, settings, device)
     ranks.keep_columns(model)
     model = model.to(device)
@@ -351,11 +353,11 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
     if run.step == 0:
-        # An earlier run is replaced only now, when this one has shown that it can be evaluated.
         check_finite(settings, "validation", losses["val_loss"], run.step)
-        if ranks.rank == 0 and not settings.resume:
-            remove_run(settings.out_dir)
     losses.update(recall.ask(run.model, data.encoding, data.corpora, briefly=True))
+    # An earlier run is replaced only now, when this one has shown that it can be evaluated.
+    if run.step == 0 and ranks.rank == 0 and not settings.resume:
+        remove_run(settings.out_dir)
     meter.log.write(type="eval", step=run.step, **losses)
     check_finite(settings, "validation", losses["val_loss"], run.step)
     if run.step or settings.max_iters == 0:
@@ -396,6 +398,8 @@ def check_finite(settings: Settings, which: str, loss: float, step: int) -> None
         advice = f"lower --learning_rate {settings.learning_rate}"
         if step == 0:
             advice = "are the weights of --init_from finite, --init_std and --table_std small?"
+        if settings.model.ffn not in BUILT_IN:
+            advice += f" (Or does relatives/{settings.model.ffn}.py divide by zero?)"
         raise UserError(f"the {which} loss became {loss} at step {step}: {advice}")
 
 

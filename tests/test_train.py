@@ -223,12 +223,16 @@ def no_compiler(device) -> None:
 
 def test_a_run_is_replaced_once_another_one_has_been_evaluated(stem, data, validated, monkeypatch):
     before = contents(stem)
-    validated(math.nan, 9.0)
+    validated(math.nan, 9.0, 9.0)
     monkeypatch.setattr(train, "check_compiler", no_compiler)
     for more, said in ((dict(compile=True), "does not work here"), ({}, "init_std")):
         with user_error(said):
             small_run(data, stem, overwrite=True, **more)
         assert contents(stem) == before
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):  # in somebody's layer
+        patch.setattr(train.recall, "ask", lambda *_, **__: 1 / 0)
+        small_run(data, stem, overwrite=True)
+    assert contents(stem) == before
     interrupted(data, stem, 1, overwrite=True)
     assert [str(path) for path in contents(stem)] == ["metrics.jsonl"]
 

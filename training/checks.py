@@ -43,16 +43,17 @@ def check_trained(model: Decoder, optimizer: Optimizer) -> None:
 @torch.no_grad()
 def check_logits(model: Decoder, ids: Tensor) -> None:
     """Whether token ids [1, T] have the same logits in the first half when the second half is
-    another, and in its first tokens when these come one by one, as in decoding. Of long ones the
-    beginning will do."""
+    another, and the texts before and after it in the batch are, and in its first tokens when these
+    come one by one, as in decoding. Of long ones the beginning will do."""
     ids = ids[:, :64]
     n = ids.shape[1]
     half = (n + 1) // 2
-    others = ids.clone()
-    others[:, half:] = (ids[:, half:] + 1) % model.config.vocab_size
+    texts = ids.repeat(3, 1)
+    others = (texts + 1) % model.config.vocab_size
+    others[1, :half] = ids[0, :half]
     cache = model.make_cache(1, n)
     model.eval()
-    before, after = (model(each)[0].float() for each in (ids, others))  # [1, T, V]
+    before, after = (model(each)[0][1:2].float() for each in (texts, others))  # [1, T, V]
     decoded = [model(ids[:, :half], cache=cache, last_only=True)[0]]
     for place in range(half, min(n, half + 4)):
         decoded.append(model(ids[:, place : place + 1], cache=cache)[0])
@@ -61,8 +62,9 @@ def check_logits(model: Decoder, ids: Tensor) -> None:
     model.train()
     if (before - after)[:, :half].abs().max() > 1e-3 * before[:, :half].abs().max():
         tqdm.write(
-            "note: what is predicted changes with tokens that follow: a layer looks ahead, so the "
-            "loss means nothing (or it draws at random in eval() mode)"
+            "note: what is predicted changes with tokens that follow or with other texts of the "
+            "batch: a layer looks ahead or aside, so the loss means nothing (or it draws at random "
+            "in eval() mode)"
         )
     # Other shapes are rounded otherwise, on a GPU to TF32: a router may choose another expert.
     elif (expected - decoded).norm() > 0.03 * expected.norm():

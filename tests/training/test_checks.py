@@ -75,7 +75,13 @@ class FFN(StemFFN):
 class Decoder(model.Decoder):
     row_ffn = FFN
 """
-
+MIXES_TEXTS = LOOKS_AHEAD.replace("x.mean(1, keepdim=True)", "x.cumsum(0)")
+SEEDED = """
+class Decoder(model.Decoder):
+    def row_ffn(self, config):
+        torch.manual_seed(0)
+        return super().row_ffn(config)
+"""
 # In decoding, `ids` are the new token alone.
 MIXES_BEFORE = """
 class Decoder(model.Decoder):
@@ -120,6 +126,8 @@ def notes(data, tmp_path, capsys):
         (NO_PARAMETER, ONE_TOKEN, LOST),
         (NO_PARAMETER.replace("randn", "rand"), {}, LOST),  # a little
         (LOOKS_AHEAD, {}, "a layer looks ahead"),
+        (MIXES_TEXTS, {}, "with other texts of the batch"),
+        (SEEDED, {}, "--ffn mine calls torch.manual_seed: --seed draws no weights"),
         (MIXES_BEFORE, {}, "sample.py predicts something else"),
     ],
 )
