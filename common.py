@@ -45,10 +45,6 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-# Bars of one process need no lock that processes share. Where those do not fork, as since Python
-# 3.14, it costs another process, which warns of it after a command that ends without cleaning up.
-tqdm.set_lock(threading.RLock())
-
 
 class UserError(Exception):
     """Something the user can fix: the message names the file or flag, the value, the fix.
@@ -79,6 +75,10 @@ def shown(text: str) -> str:
 
 def run(main: Callable[[], None]) -> None:
     """Run a command. A UserError, or running out of memory, is one line and exit code 1."""
+    # Bars of one process need no lock that processes share. Where those do not fork, as since
+    # Python 3.14, it costs another process, which warns of it after a command that ends without
+    # cleaning up. Not on import: a host's `process_map` sends its lock to such processes.
+    tqdm.set_lock(threading.RLock())
     if hasattr(sys.stdout, "reconfigure"):  # a notebook's output has no such method
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
         if sys.stdout.isatty():  # to files, control characters go as they are: they are text

@@ -88,8 +88,10 @@ class RowRMSprop:
         n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         assert self.tables.n_rank == n_rank, (
             f"{n_rank} processes would each train rows of their own, as nobody sums the gradients "
-            "of rows: train.py does it, by columns (tables/sharded.py). For a model of each "
-            f"process's own, set its tables.n_rank = {n_rank}"
+            "of rows. In DDP, make rows parameters before AdamW and DDP are made: "
+            "requires_grad_(True) of each of tables.weight, without RowRMSprop. (Our train.py "
+            "splits tables by columns. For models that are not to be the same, set their "
+            f"tables.n_rank = {n_rank}.)"
         )
         ids, grads = self.tables.gradients()
         self.steps += 1

@@ -114,10 +114,11 @@ class Tables(nn.Module):
             self.watch.forward_in_eval_mode()
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of each table in turn, [B, T, W] on the compute device; in training they
-        are remembered for `gradients`. `ids` [B, T] (or [B, T, R]: rows are [B, T, R, W]) should
-        be on the CPU: to find the distinct ones on a GPU makes the host wait. An id out of range
-        is an IndexError (on a GPU that reads resident tables, CUDA's assertion)."""
+        """Yield the rows of each table in turn, [B, T, W] on the compute device; in training in
+        float32, and they are remembered for `gradients`. `ids` [B, T] (or [B, T, R]: rows are
+        [B, T, R, W]) should be on the CPU: to find the distinct ones on a GPU makes the host wait.
+        An id out of range is an IndexError (on a GPU that reads resident tables, CUDA's
+        assertion)."""
         if not len(self.weight):
             return
         # Ordinary parameters (--table_optimizer adamw), or nothing to differentiate.
@@ -294,7 +295,8 @@ def added(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) 
 
 
 class ResidentTables(Tables):
-    """All `n_table` tables of a model in the memory of the compute device."""
+    """All `n_table` tables of a model in the memory of the compute device, zeros until
+    `init_rows`."""
 
     def __init__(self, n_table: int, n_row: int, width: int, dtype=None) -> None:
         super().__init__(n_row, width)

@@ -8,7 +8,7 @@ nobody seems to take these.
 import sys
 import warnings
 
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 # No step has so many micro-batches: after more lookups than this, nobody takes the gradients.
 MOST_READS = 4096
@@ -21,9 +21,11 @@ ADVICE = (
 optimizer_steps = 0
 
 
-def count_step(*_) -> None:
+def count_step(optimizer: Optimizer, *_) -> None:
     global optimizer_steps
-    optimizer_steps += 1
+    # A fused optimizer is called for steps that a GradScaler skips, too, and told so.
+    if not getattr(optimizer, "found_inf", False):
+        optimizer_steps += 1
 
 
 register_optimizer_step_post_hook(count_step)

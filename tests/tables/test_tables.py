@@ -192,6 +192,20 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
             step(embedding)
 
 
+def test_a_step_that_a_scaler_skips_may_be_forgotten():
+    """GradScaler calls a fused optimizer for it, too."""
+    made, other = tables(), torch.nn.Linear(W, 1)
+    RowRMSprop(made)
+    optimizer = torch.optim.AdamW(other.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cpu")
+    (loss,) = (other(rows).sum() for rows in list(made.lookup(BATCH))[:1])
+    scaler.scale(loss * torch.inf).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() < 2**16
+    made.zero_grad()
+
+
 def test_rows_that_have_an_optimizer_may_wait_while_others_step():
     """A critic between micro-batches."""
     made = tables()
