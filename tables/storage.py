@@ -151,13 +151,15 @@ class DiskStorage(TableStorage):
             for token in tokens:
                 os.posix_fadvise(file, token * n_byte, n_byte, os.POSIX_FADV_WILLNEED)
 
-    def copy(self, folder: Path) -> dict:
-        """Write what the arrays hold now to a new folder. Returns what a checkpoint needs to open
-        and to verify it: `shape` of whole arrays, `dtype` of rows, and `crc32` by array."""
+    def copy(self, folder: Path, **others: Tensor) -> dict:
+        """Write what the arrays hold now, or `others` in their place, to a new folder. Returns what
+        a checkpoint needs to open and to verify it: `shape` of whole arrays, `dtype` of rows, and
+        `crc32` by array."""
         crc32: dict[str, int] = {}
+        arrays = {**self.arrays, **others}
         with writing(folder):
             folder.mkdir(parents=True)
-            for name, array in self.arrays.items():
+            for name, array in arrays.items():
                 crc32[name] = 0
                 with open(folder / name, "wb") as file:
                     for part in self.gather_columns(array):

@@ -245,8 +245,10 @@ def test_a_model_is_opened_while_its_training_saves(out, monkeypatch):
 def test_tables_on_disk_that_others_replace_are_saved(out):
     """As where somebody averages the checkpoints of two runs. Their moments may stay."""
     saved = load_checkpoint(out / "ckpt.pt")
-    halves = {name: weight / 2 for name, weight in saved["model"].items()}
+    before = {name: weight.clone() for name, weight in saved["model"].items()}
+    halves = {name: weight / 2 for name, weight in before.items()}
     write_checkpoint(out / "ckpt.pt", {**saved, "model": halves})
+    assert_same(saved["model"], before)
     found = load_checkpoint(out / "ckpt.pt", verify=True)
     assert_same(found["model"], halves)
     model, encoding, _ = load_model(out / "ckpt.pt", torch.device("cpu"), offload="disk")

@@ -172,10 +172,13 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
             if storage is not None:
                 name = temporary.suffixes[-2][1:]  # by which `discard` finds it
                 weights = checkpoint["model"].items()
-                rows = {k.removeprefix("tables."): w for k, w in weights if k.startswith("tables.")}
+                rows = [checkpoint["model"][f"tables.weight.{t}"] for t in range(storage.shape[1])]
                 checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
-                StoredTables(storage).load_state_dict(rows)  # there may be others in their place
-                saved = storage.copy(tables_folder(path) / name)
+                ours = storage.arrays["rows"]
+                others = {}  # in place of what is stored, which stays as it is
+                if any(row.data_ptr() != ours[:, t].data_ptr() for t, row in enumerate(rows)):
+                    others["rows"] = torch.stack(rows, 1).to(ours.dtype).view(ours.shape)
+                saved = storage.copy(tables_folder(path) / name, **others)
                 checkpoint["tables"] = {"id": name, **saved}
                 if "state" in storage.arrays and "optimizer" in checkpoint:
                     rows = checkpoint["optimizer"]["rows"]
