@@ -106,7 +106,7 @@ def run(main: Callable[[], None]) -> None:
         by_type = isinstance(error, (MemoryError, torch.OutOfMemoryError))
         if not by_type and not any(words in str(error) for words in OUT_OF_MEMORY):
             raise
-        ours = [f for f in extract_tb(error.__traceback__) if "site-packages" not in f.filename]
+        ours = [f for f in extract_tb(error.__traceback__) if "-packages" not in f.filename]
         place = f"{Path(ours[-1].filename).name}, line {ours[-1].lineno}"
         sys.exit(
             f"error: out of memory in {place} ({first_line(error)}): lower --device_batch_size "
@@ -393,8 +393,12 @@ def all_finite(numbers: torch.Tensor) -> bool:
     """Whether no number is infinite or NaN: else the least or the largest is. (`isfinite` of all
     would take 20 times as long, and memory.)"""
     if numbers.is_complex():
-        numbers = torch.view_as_real(numbers)
-    return not numbers.numel() or bool(torch.stack(numbers.aminmax()).isfinite().all())
+        numbers = torch.view_as_real(numbers.resolve_conj())
+    if not numbers.is_floating_point() or not numbers.numel():
+        return True
+    if numbers.itemsize == 1:  # float8 has no order
+        numbers = numbers.float()
+    return bool(torch.stack(numbers.aminmax()).isfinite().all())
 
 
 CPU_INFO = Path("/proc/cpuinfo")

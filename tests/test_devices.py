@@ -129,6 +129,9 @@ def test_whether_all_numbers_are_finite_takes_no_memory():
     assert largest.numbers == 2  # the least and the largest
     for finite in (torch.zeros(2, 3), torch.zeros(()), torch.zeros(0), torch.ones(2).bool()):
         assert common.all_finite(finite) and common.all_finite(finite.to(torch.complex64))
+    for dtype in (torch.uint16, torch.float8_e4m3fn, torch.float8_e5m2):
+        assert common.all_finite(torch.ones(2).to(dtype))
+    assert not common.all_finite(torch.full((2,), torch.nan).to(torch.float8_e4m3fn))
     for odd in (torch.inf, -torch.inf, torch.nan, 1j * torch.inf):
         for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.complex64):
             if dtype.is_complex or not isinstance(odd, complex):

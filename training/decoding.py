@@ -62,7 +62,7 @@ def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
     """Cast all but the tables, whose rows are few in a step, and may be saved again."""
     for name, module in model.named_children():
         if name != "tables":
-            module.to(dtype)
+            module._apply(lambda weight: weight.to(dtype) if weight.is_floating_point() else weight)
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, StoredTables
 from text.tokenizer import encode
 from training.checkpoints import load_model, save_checkpoint, tables_folder
-from training.decoding import load_to_decode
+from training.decoding import cast_backbone, load_to_decode
 from training.placement import make_tables
 
 
@@ -118,6 +118,9 @@ def test_a_model_that_was_saved_in_16_bits_computes_in_the_dtype_that_is_asked_f
     """Its rows stay as they are."""
     model, encoding, _ = load_model(trained["stem"] / "ckpt.pt", CPU)
     save_checkpoint(tmp_path / "half.pt", model.bfloat16(), encoding)
+    model.blocks[0].register_buffer("turn", torch.ones(2, dtype=torch.complex64))
+    cast_backbone(model, torch.float32)
+    assert model.blocks[0].turn.is_complex()
     for given, dtype in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
         half, _, _ = load_to_decode(tmp_path / "half.pt", CPU, dtype=given)
         assert half.head_weight.dtype == half.blocks[0].attn.qkv.qkv.weight.dtype == dtype
