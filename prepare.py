@@ -57,8 +57,14 @@ from training.settings import PRESETS, STAGES
 SAMPLE = 16 << 20
 NOTES = 20  # how many are shown
 
-NOT_READ = ("tokenizer.model", "vocab.json", "merges.txt")  # tokenizers beside tokenizer.json
-OF_THE_HUB = ("tokenizer.json", "tokenizer_config.json", *NOT_READ)
+# Of a tokenizer of Hugging Face. The first is all that is read.
+OF_THE_HUB = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
 
 # How tiktoken gets the vocabulary NAME where there is no network.
 FILL = (
@@ -152,8 +158,8 @@ def ready_tokenizer(name: str, kind: str) -> tiktoken.Encoding | None:
         )
         alone = "to use its tokenizer for another model, name its tokenizer.json"
         raise UserError(f"--tokenizer {path}: {alone}; or convert this model first: {fix}")
-    elif path.name in NOT_READ or any(os.path.exists(path / file) for file in OF_THE_HUB):
-        encoding = huggingface.read_tokenizer(folder / "tokenizer.json")
+    elif path.name in OF_THE_HUB or any(os.path.exists(path / file) for file in OF_THE_HUB):
+        encoding = huggingface.read_tokenizer(folder / OF_THE_HUB[0])
     elif path.suffix == ".json":
         encoding = huggingface.read_tokenizer(path)
     elif path == folder:

@@ -277,6 +277,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (f"{mine} --tokenizer .", "ckpt.pt is damaged"),
         (f"{mine} --tokenizer empty", "no empty/meta.json"),
         (f"{mine} --tokenizer Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B: no such file or folder, nor one"),
+        (f"{mine} --tokenizer {data}/train.bin", "train.bin is damaged"),
         (f"{mine} --tokenizer bpe", "no bpe/tokenizer.json: it is all that is read"),
         (f"{mine} --tokenizer bpe/vocab.json", "no bpe/tokenizer.json: it is all that is read"),
         ("--val_fraction 0.5", "--val_fraction is for files"),
@@ -308,7 +309,7 @@ BLANKS = b" " * 10**6
         (b'{"prompt": "a", "chosen": "b", "rejected": null}', '"rejected" is empty'),
         (b'{"prompt": "a", "chosen": "", "rejected": "b"}', '"chosen" is empty'),
         (
-            b'{"prompt": "a", "chosen": "[{\'content\': \'b\'}]", "rejected": "c"}',
+            b'{"prompt": "a", "chosen": "[{\'role\': \'user\'}]", "rejected": "c"}',
             "messages as one text",
         ),
         (b'{"problem": "a", "answer": "b"}', r"no question \(--columns.*: its keys are problem"),
@@ -415,6 +416,7 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
             "text",
         ),
         (b'{"prompt": "Hi?", "response": "Ho.", "score": 0}', TOLD, "score"),
+        ({"prompt": "Hi?", "output": '[{"content": 1}]'}, by_turns("Hi?", '[{"content": 1}]'), ""),
         ({"prompt": [ASKED], "completion": [ANSWERED]}, TOLD, ""),
         ({"conversation": TOLD, "model": "x"}, TOLD, "model"),  # WildChat's
         (

@@ -205,7 +205,7 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
     is_talk = bool(left.keys() & {*TALKS})
     talk = take(left, SYSTEMS, "system", notes) + take_question(left, notes)
     if not is_talk:
-        if not talk or talk[-1]["role"] != "user":
+        if all(message["role"] != "user" for message in talk):
             raise ValueError("no question (--columns names it and its answer)")
         talk += take(left, ANSWERS, "assistant", notes)
     check_systems(talk)
@@ -259,7 +259,7 @@ def take(left: dict, keys: Iterable[str], role: str, notes: Counter[str]) -> Mes
     key = next((key for key in keys if key in left), None)
     value = left.pop(key, [])
     if isinstance(value, str):
-        if value.startswith("[{") and "content" in value:
+        if value.startswith("[{") and re.search("['\"](role|from)['\"]:", value):
             raise ValueError("messages as one text, as in a CSV: take the data set's Parquet")
         value = {"role": role, "content": value}
     messages = value if isinstance(value, list) else [value]

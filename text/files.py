@@ -90,6 +90,7 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
     """These files, and those in these folders, sorted by path, so that the order is the same
     everywhere; what is hidden is passed by. UserError: none can be read, or a file cannot."""
     found = []
+    others: Counter[str] = Counter()
     for path in paths:
         if not path.exists():
             raise UserError(f"--input {path}: No such file or folder")
@@ -97,15 +98,19 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
         if path.is_dir():
             bar = tqdm(files_in(path, notes), "finding files", unit=" files", delay=3, disable=None)
             inside = list(bar)
+        known, has_records = [], False
         for file in inside:
             refuse_parquet(file, path if file == path else file.parent)
-        known = [file for file in inside if kind_of_file(file) in TEXTS | RECORDS]
+            kind = kind_of_file(file)
+            has_records |= kind in RECORDS
+            if kind in TEXTS | RECORDS:
+                known.append(file)
+            else:
+                others[kind or file.name] += 1
         if not known:
             what = "the folder has" if path.is_dir() else "it is"
             raise UserError(f"--input {path}: {what} none of {KNOWN}")
-        others = {f.suffix or f.name for f in inside if kind_of_file(f) not in TEXTS | RECORDS}
-        notes[OTHERS.format(f"{', '.join(sorted(others)):.40}")] += len(inside) - len(known)
-        if any(kind_of_file(file) in RECORDS for file in known):
+        if has_records:
             not_cards = [file for file in known if file.name != "README.md"]
             notes[CARDS] += len(known) - len(not_cards)
             known = not_cards
@@ -114,6 +119,8 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
         real = (f.resolve() if f.is_symlink() else homes[f.parent] / f.name for f in known)
         notes[ELSEWHERE] += sum(not file.is_relative_to(top) for file in real)
         found += sorted(known, key=lambda file: unicodedata.normalize("NFC", file.as_posix()))
+    names = ", ".join(f"{name:.20}" for name, _ in others.most_common(4))
+    notes[OTHERS.format(names)] += others.total()
     return found
 
 

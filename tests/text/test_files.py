@@ -141,7 +141,8 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
         path = tmp_path / "in" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{name}\n")
-    (tmp_path / "in/a/picture.png").write_bytes(b"\0")
+    for other in ("a/picture.png", "a/x.tar.gz", "a/another.png", "LICENSE"):
+        (tmp_path / "in" / other).write_bytes(b"\0")
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "g.txt").write_text("c/g.txt\n")
@@ -151,7 +152,8 @@ def test_a_folder_is_read_in_the_order_of_paths_and_what_is_not_read_is_counted(
     texts, notes = found(tmp_path / "in")
     names = [text.strip() for text in texts]
     assert names == ["B.txt", "a.txt", "a/z.txt", "b.txt", "c/g.txt", "f.txt", "e\u0301.md"]
-    assert notes == {files.OTHERS.format(".png"): 1, files.NOWHERE: 1, files.ELSEWHERE: 1}
+    others = files.OTHERS.format(".png, LICENSE, .tar")
+    assert notes == {others: 4, files.NOWHERE: 1, files.ELSEWHERE: 1}
     assert found(tmp_path / "in/f.txt", tmp_path / "in/a")[0] == ["f.txt\n", "a/z.txt\n"]
 
 
@@ -283,6 +285,7 @@ def test_of_a_clone_from_the_hub_not_only_its_readme_is_read(tmp_path, monkeypat
         with user_error(" is Parquet: run pip install ") as error:
             found(path)
         line = re.search(r"run (.*), then take (.*?)( \(of|$)", str(error.value))
+        assert bool(line[3]) == (path != file)
         assert line[2] == out
         shell = f'pip() {{ :; }}; python() {{ printf %s "$2"; }}; {line[1]}'
         code = subprocess.run(["sh", "-c", shell], capture_output=True, check=True, text=True)
