@@ -164,8 +164,8 @@ def print_pieces(pieces: Iterator[str]) -> None:
 
 
 def converse(talk: Chat, seed: int, **options) -> None:
-    """Hold a conversation: each line of standard input is a message, until the input ends. /new
-    forgets what was said, Ctrl-C ends an answer."""
+    """Hold a conversation: each line of standard input is a message, and what is pasted into a
+    terminal, until the input ends. /new forgets what was said, Ctrl-C ends an answer."""
     if sys.stdin is None:
         raise UserError("--chat reads standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")

@@ -235,8 +235,9 @@ def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dic
         fresh=checkpoint is None,
     )
     model = decoder_class(settings.model.ffn)(settings.model, tables)
-    if torch.initial_seed() != settings.seed:  # all seeds would begin with the same weights
-        print(f"note: --ffn {settings.model.ffn} calls torch.manual_seed: --seed draws no weights")
+    if checkpoint is None and torch.initial_seed() != settings.seed:
+        reseeds = f"--ffn {settings.model.ffn} calls torch.manual_seed"
+        print(f"note: {reseeds}: weights begin the same with every --seed")
     check_own(model, settings, device)
     ranks.keep_columns(model)
     model = model.to(device)

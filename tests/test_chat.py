@@ -3,6 +3,7 @@
 import io
 import itertools
 import os
+import select
 import subprocess
 import sys
 import time
@@ -201,6 +202,7 @@ def test_keys_edit_a_line():
         for typed in (b"ac\x1b[Db\n", b"\x1b[Ad\n", b"\x04"):
             said = b""
             while not said.endswith(b"> "):
+                assert select.select([keys], [], [], 60)[0]
                 said += os.read(keys, 1)
             os.write(keys, typed)
         assert process.wait(60) == 0

@@ -728,10 +728,11 @@ def test_rows_are_of_the_text_that_the_model_was_trained_on(trained, data, tmp_p
     assert_same(*found)
 
 
-def test_a_converted_model_that_chats_is_trained_on_in_its_stage(trained, tmp_path):
+def test_a_converted_model_that_chats_is_trained_on_in_its_stage(trained, data, tmp_path):
     """Else it would learn all that its conversations say."""
     saved = load_checkpoint(trained["dense"] / "ckpt.pt")
     saved["args"]["stage"] = "dpo"
     write_checkpoint(tmp_path / "chats.pt", saved)
-    line = "convert.py chats.pt --ffn stem --tokens 0 --out stem.pt"
-    assert command(line).stdout.rstrip().endswith("--stage dpo")
+    line = "convert.py chats.pt --ffn stem --tokens 0 --out"
+    assert command(f"{line} a.pt").stdout.rstrip().endswith("--stage dpo")
+    assert "--stage" not in command(f"{line} b.pt --data_dir", data).stdout
