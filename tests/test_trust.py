@@ -242,8 +242,9 @@ def test_a_model_is_opened_while_its_training_saves(out, monkeypatch):
         load_checkpoint(out / "ckpt.pt")
 
 
-def test_tables_on_disk_that_others_replace_are_saved(out):
+def test_tables_on_disk_that_others_replace_are_saved(data, tmp_path):
     """As where somebody averages the checkpoints of two runs. Their moments may stay."""
+    out = small_run(data, tmp_path, n_layer=3, max_iters=1, offload="disk")
     saved = load_checkpoint(out / "ckpt.pt")
     before = {name: weight.clone() for name, weight in saved["model"].items()}
     halves = {name: weight / 2 for name, weight in before.items()}
