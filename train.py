@@ -254,11 +254,12 @@ def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dic
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
-        if checkpoint["edits"] and ranks.rank == 0:
-            print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
         run.step = checkpoint["step"]
-        # An edited model is another than that of best.pt.
-        run.best = (math.inf, run.step) if checkpoint["edits"] else checkpoint["best"]
+        # An edited model that is trained on is another than that of best.pt.
+        is_another = checkpoint["edits"] and run.step < settings.max_iters
+        if is_another and ranks.rank == 0:
+            print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
+        run.best = (math.inf, run.step) if is_another else checkpoint["best"]
         is_best = run.step and run.step == run.best[1] and not checkpoint["edits"]
         if is_best and not has_best(run):  # it ended between ckpt.pt and best.pt
             save_best(run)

@@ -149,11 +149,13 @@ def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys, validated):
     before = (stem / "best.pt").read_bytes()
     ckpt = stem / "ckpt.pt"
     command("edit.py --source Anna --target Björn --prompt Anna --ckpt", ckpt, "--save", ckpt)
-    resume(stem)
-    assert "edits cannot be undone" in capsys.readouterr().out
+    resume(stem)  # has nothing to do
+    said = capsys.readouterr().out
+    assert "edits cannot be undone" not in said and "val loss inf" not in said
     assert (stem / "best.pt").read_bytes() == before
     validated(99.0)  # of another model, which is trained on
     resume(stem, max_iters=checkpoint(stem)["step"] + 1)
+    assert "edits cannot be undone" in capsys.readouterr().out
     assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
 
 
