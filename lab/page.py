@@ -94,6 +94,7 @@ class Page(ThreadingHTTPServer):
         yield self.state()
 
     def state(self) -> dict:
+        """What the page shows beside answers: the model, and the facts that are written."""
         return {**self.about, "facts": [fact for fact, _ in self.facts[1:]]}
 
     def change(self, texts: dict[str, str], tables: list[int]) -> Iterator[dict]:

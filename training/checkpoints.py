@@ -171,15 +171,11 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
         with open(temporary, "wb") as file:
             if storage is not None:
                 name = temporary.suffixes[-2][1:]  # by which `discard` finds it
-                weights = checkpoint["model"].items()
-                rows = [checkpoint["model"][f"tables.weight.{t}"] for t in range(storage.shape[1])]
-                checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
-                ours = storage.arrays["rows"]
-                others = {}  # in place of what is stored, which stays as it is
-                if any(row.data_ptr() != ours[:, t].data_ptr() for t, row in enumerate(rows)):
-                    others["rows"] = torch.stack(rows, 1).to(ours.dtype).view(ours.shape)
+                others = replaced_rows(storage, checkpoint["model"])
                 saved = storage.copy(tables_folder(path) / name, **others)
                 checkpoint["tables"] = {"id": name, **saved}
+                weights = checkpoint["model"].items()
+                checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
                 if "state" in storage.arrays and "optimizer" in checkpoint:
                     rows = checkpoint["optimizer"]["rows"]
                     rows["tables"] = {**rows["tables"], "state": None}
@@ -194,6 +190,17 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
             raise ValueError(f"no command could read {path}: {error}") from None
     if checkpoint["replaced"]:
         remove(tables_folder(path) / checkpoint["replaced"])
+
+
+def replaced_rows(storage: DiskStorage, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The rows, if somebody has put other tensors in place of those that the storage has, such as
+    the average of two checkpoints. What is stored stays as it is."""
+    stored = storage.arrays["rows"]  # [V, n_table, W]
+    tables = [weights[f"tables.weight.{table}"] for table in range(stored.shape[1])]  # [V, W] each
+    mine = zip(tables, stored.unbind(1), strict=True)
+    if all(table.data_ptr() == ours.data_ptr() for table, ours in mine):
+        return {}
+    return {"rows": torch.stack(tables, 1).to(stored.dtype).view(stored.shape)}
 
 
 # --- reading ---

@@ -62,6 +62,7 @@ def cast_backbone(model: Decoder, dtype: torch.dtype) -> None:
     """Cast all but the tables, whose rows are few in a step, and may be saved again."""
     for name, module in model.named_children():
         if name != "tables":
+            # As module.float() does. Its to(dtype) casts complex numbers to real ones, too.
             module._apply(lambda weight: weight.to(dtype) if weight.is_floating_point() else weight)
 
 
