@@ -61,7 +61,7 @@ class TransferRing:
         self.worker = ThreadPoolExecutor(
             1, initializer=torch.cuda.set_stream, initargs=(self.stream,)
         )
-        self.last: Future = self.worker.submit(torch.cuda.Event)  # of the last job
+        self.last = done(None)  # the last job
 
     def run(self, job: Callable, *args) -> Future:
         """Have the worker do a job after those before it. What ended an earlier one is raised
@@ -331,10 +331,11 @@ class OffloadedTables(StoredTables):
         n_old = len(self.token_in)
         n_slot = min(self.n_row, (n_old + n) * 5 // 4)
         self.wait_for(self.fetched)
+        grown = {}
         for name, old in self.working_set.items():
-            new = self.new_slots(name, n_slot)
-            new[:, :n_old] = old
-            self.working_set[name] = new  # jobs under way have the old one
+            grown[name] = self.new_slots(name, n_slot)
+            grown[name][:, :n_old] = old
+        self.working_set = grown  # jobs under way have the old slots
         self.token_in = np.pad(self.token_in, (0, n_slot - n_old), constant_values=-1)
         self.record_free()
 

@@ -141,34 +141,41 @@ class DeviceTensor(torch.Tensor):
 
 
 class Worker:
-    """In place of a thread: does a job at once. Only who asks for its result comes after it."""
+    """In place of a thread: does its jobs as late as it may, when somebody asks for a result. So it
+    finds what changed meanwhile. Only who asks comes after a job."""
 
     def __init__(self, n: int, initializer, initargs: tuple) -> None:
         self.agent = Agent()
         self.begin = partial(initializer, *initargs)
+        self.waiting = []  # jobs, what comes before them, and their futures
 
     def submit(self, job) -> Future:
+        future = Future()
+        plain_result = future.result
+
+        def result():
+            while not future.done():
+                self.do(*self.waiting.pop(0))
+            SimulatedGpu.current.host.come_after(future.behind)
+            return plain_result()
+
+        future.result = result
+        self.waiting.append((job, SimulatedGpu.current.host.seen.copy(), future))
+        return future
+
+    def do(self, job, before: np.ndarray, future: Future) -> None:
         gpu = SimulatedGpu.current
         asking = gpu.host, gpu.stream
-        self.agent.come_after(gpu.host.seen)
+        self.agent.come_after(before)
         gpu.host = self.agent
         self.begin()
-        future = Future()
         try:
             with torch.inference_mode(False):
                 future.set_result(job())
         except BaseException as error:
             future.set_exception(error)
         gpu.host, gpu.stream = asking
-        behind = self.agent.seen.copy()
-        plain_result = future.result
-
-        def result():
-            gpu.host.come_after(behind)
-            return plain_result()
-
-        future.result = result
-        return future
+        future.behind = self.agent.seen.copy()
 
 
 class SimulatedGpu(TorchDispatchMode):
