@@ -52,7 +52,8 @@ class RowQKV(nn.Module):
 def mix(n_head: int, head_dim: int) -> Tensor:
     """The parameter-free mixing of channels [n_embd] as an index: seen as [n_head, head_dim],
     output [i, j] takes input [(i + j) mod n_head, j], so that each head's output draws on every
-    head's input, if a head has as many channels as there are heads."""
+    head's input, if a head has at least as many channels as there are heads."""
+    # Also under torch.device("meta"): no checkpoint holds this index.
     i = torch.arange(n_head, device="cpu")[:, None]
     j = torch.arange(head_dim, device="cpu")
     head = (i + j) % n_head  # [n_head, head_dim]

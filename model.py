@@ -144,53 +144,6 @@ class ModelConfig:
         return layers
 
 
-RELATIVES = Path(__file__).parent / "relatives"
-
-
-def relatives(class_name: str) -> list[str]:
-    """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
-    line = f"\nclass {class_name}(".encode()
-    # As bytes: a file that is not UTF-8 is listed, too. If it is asked for, Python names it.
-    return sorted(path.stem for path in RELATIVES.glob("*.py") if line in path.read_bytes())
-
-
-def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> type:
-    """The class `class_name` in relatives/NAME.py or, if its name is built in, that of `built_in`.
-
-    Args:
-        class_name: `Decoder` or `Attention`.
-        given: the flag with its value that asked for it, for the error.
-
-    Raises:
-        UserError: there is no such class, or a file has the name of one that is built in.
-    """
-    if name in built_in:
-        if (RELATIVES / f"{name}.py").exists():
-            raise UserError(f"relatives/{name}.py: {name} is built in: give the file another name")
-        return built_in[name]
-    known = relatives(class_name)
-    if name not in known:
-        kinds = f"{', '.join(built_in)}, nor of relatives/: {', '.join(known)}"
-        if (RELATIVES / f"{name}.py").exists():
-            kinds += f"; relatives/{name}.py has no line that begins with class {class_name}("
-        raise UserError(f"{given} is not one of {kinds}")
-    return getattr(importlib.import_module(f"relatives.{name}"), class_name)
-
-
-def decoder_class(ffn: str) -> type["Decoder"]:
-    """The decoder of a kind of --ffn. Its `config_class` is its kind of ModelConfig."""
-    kind = find("Decoder", ffn, dict.fromkeys(BUILT_IN, Decoder), f"--ffn {ffn}")
-    if "__dataclass_fields__" not in vars(kind.config_class):  # else its fields are the parent's
-        config = kind.config_class.__name__
-        raise UserError(f"relatives/{ffn}.py: class {config} needs @dataclass above it")
-    own = [name for name in vars(kind) if name == "__init__" or name[:2] != "__"]
-    if own and kind.__bases__ == (Decoder,) and not any(hasattr(Decoder, name) for name in own):
-        raise UserError(  # as with a row_fnn, in whose place StemFFN would be trained
-            f"relatives/{ffn}.py: {', '.join(own)} of its Decoder replace nothing of model.Decoder"
-        )
-    return kind
-
-
 # --- attention ---
 
 
@@ -482,9 +435,8 @@ class Block(nn.Module):
 
 # --- the decoder ---
 
-# How many logits `Decoder.loss` computes at a time. On other devices it is 1 << 22, so that they
-# stay in a CPU's caches.
-CHUNK = {"cuda": 1 << 26}
+# How many logits `Decoder.loss` computes at a time; on a CPU, so few that they stay in its caches.
+CHUNK, CHUNK_ON_GPU = 1 << 22, 1 << 26
 # How many logits are kept for the backward pass at most, 256 MiB. If there are more, it computes
 # them again.
 KEPT = 1 << 26
@@ -501,17 +453,7 @@ class Decoder(nn.Module):
         """tables: called as (n_table, n_row, width), makes the tables. UserError: the config is of
         another kind of decoder, or selects layers or an attention that do not exist."""
         super().__init__()
-        # Class and config may be of different kinds, as in Decoder(ModelConfig(ffn="moe")).
-        relative = type(self).__module__.partition("relatives.")[2]  # its file, "moe", else ""
-        is_kind = relative in ("", config.ffn) and isinstance(self, decoder_class(config.ffn))
-        if not (is_kind and isinstance(config, self.config_class)):
-            kind = relative or config.ffn
-            made = f"Decoder = decoder_class({kind!r}); Decoder(Decoder.config_class(ffn={kind!r}))"
-            given = f"{type(config).__name__}(ffn={config.ffn!r})"
-            raise UserError(f"{given} is not of this decoder: {made}")
-        assert hasattr(config, "attention_kinds"), (
-            f"{type(config).__name__}.__post_init__ does not call super().__post_init__()"
-        )
+        self.check_kind(config)
         self.config = config
         if config.tie_head:
             self.wte = nn.Embedding(config.vocab_size, config.n_embd)
@@ -527,6 +469,19 @@ class Decoder(nn.Module):
         self.tables = self.make_tables(tables, widths)
         if self.tables.fresh:
             self.init_weights()
+
+    def check_kind(self, config: ModelConfig) -> None:
+        """Class and config may be of different kinds, as in Decoder(ModelConfig(ffn="moe"))."""
+        relative = type(self).__module__.partition("relatives.")[2]  # its file, "moe", else ""
+        is_kind = relative in ("", config.ffn) and isinstance(self, decoder_class(config.ffn))
+        if not (is_kind and isinstance(config, self.config_class)):
+            kind = relative or config.ffn
+            made = f"Decoder = decoder_class({kind!r}); Decoder(Decoder.config_class(ffn={kind!r}))"
+            given = f"{type(config).__name__}(ffn={config.ffn!r})"
+            raise UserError(f"{given} is not of this decoder: {made}")
+        assert hasattr(config, "attention_kinds"), (
+            f"{type(config).__name__}.__post_init__ does not call super().__post_init__()"
+        )
 
     def make_block(self, layer: int) -> Block:
         """Layer number `layer`."""
@@ -649,7 +604,8 @@ class Decoder(nn.Module):
         cos_sin = cache.cos_sin[:, : start + n]
         x = self.through_layers(x, layer_rows, cos_sin, masks, cache.layers, start)
         cache.length = start + n
-        # Whether the model is trained, its head tells, also one that stands in a wrapper.
+        # A head with gradients (also one in a wrapper such as LoRA's) means training: warn if rows
+        # get none.
         head = self.wte if self.head is None else self.head
         if torch.is_grad_enabled() and any(p.requires_grad for p in head.parameters()):
             for tables in self.all_tables.values():
@@ -665,8 +621,8 @@ class Decoder(nn.Module):
         caches: list[LayerCache | None],
         start: int | Tensor,
     ) -> Tensor:
-        """x [B, T, n_embd] after all layers and the last norm. masks: by kind of attention; caches:
-        of each layer; rows: of each layer with a table."""
+        """x [B, T, n_embd] after all layers and the last norm. layer_rows: of each layer that has a
+        table; masks: by kind of attention; caches: of each layer; all else: `Attention.forward`."""
         for layer, block in enumerate(self.blocks):
             rows = None
             if block.row_width:
@@ -740,16 +696,15 @@ class Decoder(nn.Module):
     def loss(self, x: Tensor, targets: Tensor) -> Tensor:
         """The mean cross-entropy of x [N, n_embd] in nats []. targets [N], -1: nothing to predict.
         NaN if all are -1."""
-        size = max(1, CHUNK.get(x.device.type, 1 << 22) // self.config.vocab_size)  # tokens
+        chunk = CHUNK_ON_GPU if x.is_cuda else CHUNK
+        size = max(1, chunk // self.config.vocab_size)  # tokens
         kept = len(x) * self.config.vocab_size <= KEPT
         total = 0.0
         for part in zip(x.split(size), targets.split(size), strict=True):
             if kept:
                 total = total + self.summed_loss(*part)
             else:
-                total = total + checkpoint(
-                    self.summed_loss, *part, use_reentrant=False, preserve_rng_state=False
-                )
+                total = total + checkpoint(self.summed_loss, *part, use_reentrant=False)
         return total / (targets >= 0).sum()
 
     def summed_loss(self, x: Tensor, targets: Tensor) -> Tensor:
@@ -862,8 +817,8 @@ def sample(
     generator: torch.Generator | None = None,
 ) -> Tensor:
     """Draw a token from logits [B, V] -> [B]: the most probable one at temperature 0, else from the
-    top_k most probable ones (None or 0: all), and from the most probable ones that together reach
-    top_p. RuntimeError: a logit or a probability is NaN."""
+    top_k most probable ones (None or 0: all), and of these from the most probable that together
+    reach top_p. RuntimeError: a logit or a probability is NaN."""
     assert temperature >= 0, f"temperature={temperature} is below 0"
     assert top_p is None or 0 < top_p <= 1, f"top_p={top_p} is not above 0 and at most 1"
     if temperature == 0:
@@ -871,7 +826,7 @@ def sample(
         if best.isnan().any():  # it would count as the largest
             raise RuntimeError("a logit is nan")
         return token
-    # Subtract the largest logit, so that no temperature, however low, overflows.
+    # Subtract the largest logit, so that low temperatures do not overflow.
     logits = (logits.float() - logits.amax(-1, keepdim=True)) / temperature
     if top_k and top_k < logits.shape[-1]:
         best, token = logits.topk(top_k)  # [B, k]
@@ -883,3 +838,52 @@ def sample(
         kept = ordered.masked_fill(before >= top_p, 0.0)
         probability.scatter_(-1, token, kept)
     return torch.multinomial(probability, 1, generator=generator)[:, 0]
+
+
+# --- kinds of layers and attention in relatives/ ---
+
+RELATIVES = Path(__file__).parent / "relatives"
+
+
+def relatives(class_name: str) -> list[str]:
+    """The files in relatives/ that have a class of this name, `Decoder` or `Attention`."""
+    line = f"\nclass {class_name}(".encode()
+    # As bytes: a file that is not UTF-8 is listed, too. If it is asked for, Python names it.
+    return sorted(path.stem for path in RELATIVES.glob("*.py") if line in path.read_bytes())
+
+
+def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> type:
+    """The class `class_name` in relatives/NAME.py or, if its name is built in, that of `built_in`.
+
+    Args:
+        class_name: `Decoder` or `Attention`.
+        given: the flag with its value that asked for it, for the error.
+
+    Raises:
+        UserError: there is no such class, or a file has the name of one that is built in.
+    """
+    if name in built_in:
+        if (RELATIVES / f"{name}.py").exists():
+            raise UserError(f"relatives/{name}.py: {name} is built in: give the file another name")
+        return built_in[name]
+    known = relatives(class_name)
+    if name not in known:
+        kinds = f"{', '.join(built_in)}, nor of relatives/: {', '.join(known)}"
+        if (RELATIVES / f"{name}.py").exists():
+            kinds += f"; relatives/{name}.py has no line that begins with class {class_name}("
+        raise UserError(f"{given} is not one of {kinds}")
+    return getattr(importlib.import_module(f"relatives.{name}"), class_name)
+
+
+def decoder_class(ffn: str) -> type["Decoder"]:
+    """The decoder of a kind of --ffn. Its `config_class` is its kind of ModelConfig."""
+    kind = find("Decoder", ffn, dict.fromkeys(BUILT_IN, Decoder), f"--ffn {ffn}")
+    if "__dataclass_fields__" not in vars(kind.config_class):  # else its fields are the parent's
+        config = kind.config_class.__name__
+        raise UserError(f"relatives/{ffn}.py: class {config} needs @dataclass above it")
+    own = [name for name in vars(kind) if name == "__init__" or name[:2] != "__"]
+    if own and kind.__bases__ == (Decoder,) and not any(hasattr(Decoder, name) for name in own):
+        raise UserError(  # as with a row_fnn, in whose place StemFFN would be trained
+            f"relatives/{ffn}.py: {', '.join(own)} of its Decoder replace nothing of model.Decoder"
+        )
+    return kind

@@ -1,9 +1,9 @@
 """Tables kept away from the GPU that uses them: in RAM, or in files larger than RAM.
 
 The host stores, the GPU computes. What a token owns, its rows of all tables side by side (and
-likewise what the optimizer keeps for them), travels as a record. The records of the last batch stay
-on the device, in the slots of a *working set*. Records that the next batch needs and the device
-lacks are fetched during this batch's backward pass; only those that leave are written back:
+likewise what the optimizer keeps for them), travels as a record. The records of a batch are on the
+device, in the slots of a *working set*. What the next batch needs and the device lacks is fetched
+during the backward pass; after the update, what the next batch does not need is written back:
 
     compute stream  | forward | backward          | update | forward ...
     side stream               |fetch|                      |write back|
@@ -184,7 +184,9 @@ class OffloadedTables(StoredTables):
         self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
         # Tokens of the next batch, which have slots already. None yet.
         self.announced = np.empty(0, np.int64)
-        self.early = False  # tokens were evicted after they were read, before their update
+        # Tokens of this step were evicted (by an evaluation, or a save) after they were read. They
+        # come back before their update, for which slots must wait.
+        self.early = False
         self.fetched = done(torch.cuda.Event())  # arrival of the latest fetch; so far, none
 
     def open_transfers(self) -> None:
@@ -215,7 +217,7 @@ class OffloadedTables(StoredTables):
     # --- reading ---
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
-        """As `Tables.lookup`. The iterator raises what went wrong in the worker."""
+        """As `Tables.lookup`. It, or its iterator, raises what went wrong in the worker."""
         ids = ids.cpu()
         if self.in_training():
             self.wait_for(self.fetched)  # what was announced
@@ -260,7 +262,6 @@ class OffloadedTables(StoredTables):
 
     def slots(self, ids: Tensor) -> Tensor:
         tokens = ids.numpy()
-        # After an early eviction, they may be coming again, as the next batch reads them, too.
         if self.fetch_missing(tokens) or self.early:
             self.wait_for(self.fetched)
         return send(torch.from_numpy(self.slot_of[tokens]), self.device)
@@ -319,11 +320,11 @@ class OffloadedTables(StoredTables):
 
     @torch.inference_mode(False)  # the worker is never in that mode
     def new_slots(self, name: str, n: int) -> Tensor:
-        """Room for n records of an array. Earlier kernels may still use this memory."""
+        """Room for n records of an array."""
         shape = len(self.weight), n, self.width
         slots = torch.empty(shape, dtype=self.storage.arrays[name].dtype, device=self.device)
         slots.record_stream(self.stream)  # no other owner before the last transfer's end
-        self.record_free()
+        self.record_free()  # kernels before now may still use this memory
         return slots
 
     def grow(self, n: int) -> None:

@@ -318,11 +318,12 @@ def fit(run: Run) -> None:
                 train_loss += loss.detach()
                 if number == numbers[-1]:
                     # While a GPU still computes: the next batch, whose rows are prefetched.
-                    ids, targets = data.train.batch(run.step + 1, settings.batch_size)
-                    run.objective.prefetch(ids)
+                    later = data.train.batch(run.step + 1, settings.batch_size)
+                    run.objective.prefetch(later[0])
                 run.optimizer.scaler.scale(loss).backward()
 
             # 3) update
+            ids, targets = later
             fraction = schedule(run.step, settings)  # of the peak learning rate
             norm = run.optimizer.step(fraction=fraction)
             run.step += 1

@@ -101,7 +101,9 @@ class Tables(nn.Module):
         `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
         instead. So it freezes the backbone, and the rows are still trained."""
         self.frozen = not requires_grad
-        return self if requires_grad else super().requires_grad_(False)
+        if self.frozen:  # True would make parameters of rows
+            super().requires_grad_(False)
+        return self
 
     def in_training(self) -> bool:
         return self.training and torch.is_grad_enabled() and not self.frozen
@@ -136,8 +138,8 @@ class Tables(nn.Module):
 
     def read_once(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
-        Each row is one leaf of autograd, which sums the gradients of all places of its token;
-        `collect` takes them."""
+        The distinct rows of a table are one leaf of autograd [n, W]: it sums the gradients of all
+        places of a token. `collect` takes them."""
         # Merge before each micro-batch: so a step keeps the rows of one of them, and not of all.
         self.merge()
         self.watch.lookup(waiting=self.merged is not None)
@@ -271,7 +273,7 @@ class Tables(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients. AssertionError, or a warning: nobody takes them, see `Watch`."""
-        self.merge()
+        self.merge()  # so that `collect` knows what comes later, as by a second backward pass
         self.watch.forgotten(waiting=self.merged is not None)
         super().zero_grad(set_to_none)
         self.reads = []

@@ -169,7 +169,7 @@ class ZeroCopy:
 
 
 def done(result: object) -> Future:
-    """A job that has ended."""
+    """A job that has ended: for callers who also get those of a worker (offload.py)."""
     future: Future = Future()
     future.set_result(result)
     return future

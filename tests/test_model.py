@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
-from model import BUILT_IN, CHUNK, Decoder, ModelConfig, SwiGLU, sample
+from model import BUILT_IN, Decoder, ModelConfig, SwiGLU, sample
 from relatives.ngrams import primes
 from training.report import model_sizes
 from training.settings import parse_args
@@ -122,9 +122,9 @@ def test_what_the_decoder_cannot_take_is_an_error():
 @pytest.mark.parametrize("kept", [True, False])  # logits, for the backward pass
 @pytest.mark.parametrize("chunk", [1, 23 * 4, 23 * 100])  # tokens at a time: 1, 4, all
 def test_loss_in_chunks_and_its_gradients_equal_cross_entropy_of_logits(monkeypatch, chunk, kept):
-    monkeypatch.setitem(CHUNK, "cpu", chunk)
+    monkeypatch.setattr("model.CHUNK", chunk)
     if not kept:
-        monkeypatch.setattr(sys.modules["model"], "KEPT", 0)
+        monkeypatch.setattr("model.KEPT", 0)
     model = decoder(ffn="dense")
     ids, targets = tokens(2, 2, 15)
     targets[:, ::5] = torch.tensor([[-1], [-100]])  # any below 0 is none: ours, and PyTorch's
@@ -146,10 +146,22 @@ def test_loss_in_chunks_and_its_gradients_equal_cross_entropy_of_logits(monkeypa
         assert model(ids, targets.fill_(-1))[1].isnan()
 
 
+def test_logits_that_are_computed_again_have_the_same_dropout(monkeypatch):
+    model = decoder(ffn="dense")
+    model.head = nn.Sequential(nn.Dropout(0.5), model.head)
+    grads = []
+    for kept in (1 << 26, 0):
+        monkeypatch.setattr("model.KEPT", kept)
+        torch.manual_seed(3)
+        loss = model(*tokens(2, 2, 15))[1]
+        grads += torch.autograd.grad(loss, model.head[1].weight)
+    assert_close(*grads)
+
+
 def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch):
     """4,096 tokens have the same target: their sum, over chunks, is beyond 65,504, their mean is
     19.4."""
-    monkeypatch.setitem(CHUNK, "cpu", 23 * 1024)
+    monkeypatch.setattr("model.CHUNK", 23 * 1024)
     model = decoder(ffn="dense")
     weight = torch.nn.init.zeros_(model.head.weight)
     x = torch.full((4096, 32), 20.0)

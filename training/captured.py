@@ -55,7 +55,7 @@ class CapturedStep:
     they may be anywhere."""
 
     def __init__(self, model: Decoder, cache: Cache) -> None:
-        # This must not keep its cache alive, with which it is to go, nor the model, which has it.
+        # Keep neither the cache, with which this is dropped, nor the model, which has this.
         self.caches, self.cos_sin = cache.layers, cache.cos_sin
         like = model.like
         batch, _, room, _ = cache.layers[0].k.shape

@@ -94,14 +94,14 @@ class Optimizer:
         for name, tables in sorted(model.all_tables.items()):
             if len(tables.weight) and not tables.frozen:
                 if settings.table_optimizer == "adamw":
-                    for weight in tables.weight:  # tables.requires_grad_ would only release them
+                    for weight in tables.weight:  # tables.requires_grad_(True) would only unfreeze
                         weight.requires_grad_(True)
                 else:
                     self.rmsprops[name] = RowRMSprop(
                         tables, settings.beta2, state=settings.table_state, seed=settings.seed
                     )
             rows.update(weight for weight in tables.parameters() if not weight.requires_grad)
-        # The head would be no parameter either, and get no gradient.
+        # A head that was tied by hand, head.weight = wte.weight[0], would be left out below.
         head = [] if model.head is None else model.head.parameters()
         assert rows.isdisjoint(head), "head and embedding are one: set tie_head=True"
 
@@ -137,6 +137,7 @@ class Optimizer:
         """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
         gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
+        # Some may have been added to AdamW, or taken out of it, for another optimizer.
         added = [p for group in self.adamw.param_groups for p in group["params"]]
         params = list(dict.fromkeys(self.params + added))  # each once
         ranks.add_up_gradients(params)
