@@ -101,6 +101,7 @@ class Tables(nn.Module):
         `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
         instead. So it freezes the backbone, and the rows are still trained."""
         self.frozen = not requires_grad
+        self.watch.has_optimizer &= requires_grad  # one that is made now does not know the rows
         if self.frozen:  # True would make parameters of rows
             super().requires_grad_(False)
         return self
@@ -227,7 +228,12 @@ class Tables(nn.Module):
 
     def rows(self, table: int) -> Tensor:
         """A table as the compute device has it: all of it [V, W], or slots [n_slot, W]."""
-        return self.weight[table]
+        weight = self.weight[table]
+        assert isinstance(weight, nn.Parameter) or isinstance(self.weight, list), (
+            "rows are computed (torch.nn.utils.prune, parametrize), which nobody would train: to "
+            "prune them, multiply tables.weight by a mask after each step"
+        )
+        return weight
 
     def states(self, table: int) -> Tensor:
         """The state of a table as the compute device has it, like `rows`."""

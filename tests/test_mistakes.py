@@ -287,6 +287,10 @@ def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
     encoding = SimpleNamespace(n_vocab=6400, special_tokens_set={"<|endoftext|>"})
     with user_error(r"a test_mistakes\.Mine would be read as model\.Decoder"):
         save_checkpoint(tmp_path / "ckpt.pt", mine, encoding)
+    valued = model.Decoder(model.ModelConfig(n_layer=2))
+    valued.value_head = torch.nn.Linear(128, 1)
+    with user_error(r"value_head\.bias, value_head\.weight"):
+        save_checkpoint(tmp_path / "ckpt.pt", valued, encoding)
 
 
 @pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])

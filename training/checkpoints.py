@@ -115,7 +115,8 @@ def save_checkpoint(
 
     Raises:
         UserError: the tokenizer is not the model's, `args` has something that is no setting, or the
-            model is of a class that readers would not find, or reads rows of edits in memory.
+            model is of a class that readers would not find, has other weights than they expect, or
+            reads rows of edits in memory.
         ValueError: as `write_checkpoint`.
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model), which has other names
@@ -134,6 +135,11 @@ def save_checkpoint(
         places.append("relatives")
     if kind.__module__.partition(".")[0] not in places:
         raise UserError(f"{path}: no {kind.__name__} would be read: make it in a Decoder {where}")
+    with torch.device("meta"):
+        others = read(model.config).state_dict().keys() ^ model.state_dict().keys()
+    if others:  # as of a head that was added, or of weights that are pruned
+        names = ", ".join(sorted(others))
+        raise UserError(f"{path}: no reader expects {names}: make them in a Decoder {where}")
     storage = tables.storage if tables.on_disk else None
     args = {**(args or {}), **asdict(model.config)}
     flat = Settings.from_flat(args).flat()

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from conftest import ROOT
 from naive import silu
 from torch import nn
+from torch.nn.utils import prune
 from torch.testing import assert_close
 
 from model import Decoder, ModelConfig
@@ -355,8 +356,21 @@ def test_a_copy_has_no_gradients(make):
     assert model.tables.gradients()[0].tolist() == [0, 1, 3, 7]
 
 
-def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters():
+def test_rows_that_are_computed_are_not_trained_in_vain():
+    made = tables()
+    RowRMSprop(made)
+    prune.l1_unstructured(made.weight, "1", 0.5)
+    with pytest.raises(AssertionError, match="mask"):
+        backward(made.lookup(BATCH))
+
+
+@pytest.mark.parametrize("n_phase", [0, 1])  # that trained them before
+def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters(n_phase):
     model = small().train()
+    for _ in range(n_phase):
+        optimizer = Optimizer(model, Settings(model=model.config))
+        model(BATCH, BATCH)[1].backward()
+        optimizer.step(fraction=1.0)
     model.tables.requires_grad_(False)
     optimizer = Optimizer(model, Settings(model=model.config))
     model.tables.requires_grad_(True)
