@@ -82,7 +82,9 @@ class Bench:
     rounds: int = flag(7, "turns that each contender takes", must="at least 1")
     ffn: str = flag("stem", "of offload: stem or embformer", choices=("stem", "embformer"))
     quick: bool = flag(False, "small models, two turns, nothing compiled: does it run?")
-    table_gib: float | None = flag(None, "GiB of rows in a sparse file", must="a positive number")
+    table_gib: float | None = flag(
+        None, "of offload: GiB in a sparse file", must="a positive number"
+    )
     dir: Path | None = flag(None, "folder on the disk to measure", shown="a temporary one")
     part: int | None = flag(None, "of gpu: one part", shown="all", choices=range(1, 7))
 

@@ -186,12 +186,12 @@ class Editor:
             self.put(dict(zip(request.name, rows, strict=True)))
 
     def write_rows(self, requests: list[Request], keep: float) -> None:
-        writing.KEEP = keep
         for request in requests:
             prompt, end, name, answer, _ = request
             begun = [prompt[: end + 1]]
             earlier = [(before.prompt, before.answer) for before in self.written]
-            self.put(writing.train_rows(self.model, prompt, name, answer, begun, earlier=earlier))
+            fact = prompt, name, answer, begun
+            self.put(writing.train_rows(self.model, *fact, earlier=earlier, keep=keep))
 
     # --- weights ---
 

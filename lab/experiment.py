@@ -201,7 +201,7 @@ class Experiment:
     def measure(self, name: str, function: Callable, folders: Iterable[Path], *arguments) -> list:
         """What `function(model, encoding, checkpoint, *arguments)` returns about each run's model,
         as its last step left it. It is kept in a file of <out_dir>/figures/<name>, for the next
-        time."""
+        time: give other arguments another name."""
         figures = []
         for folder in tqdm(folders, name, leave=None):
             path = self.out_dir / "figures" / name / f"{folder.name}.json"

@@ -159,6 +159,17 @@ def test_names_that_share_tokens_are_those_that_the_model_writes(monkeypatch):
     assert found is None or len(found) == 1
 
 
+def test_the_more_weight_the_rest_has_the_less_rows_change(encoding):
+    model = made(encoding)
+    prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Peru")
+    before = rows_of(model.tables, prompt[-1:])[0]
+    changes = []
+    for keep in (0.0, 1e4):
+        rows = train_rows(model, prompt, prompt[-1:], answer, [prompt], keep=keep)
+        changes.append((rows[prompt[-1]] - before).norm())
+    assert changes[1] < 0.5 * changes[0]
+
+
 def test_what_is_said_of_names_that_share_tokens_is_held(encoding, monkeypatch):
     """The more texts, the more; also by one text, which only some steps read."""
     monkeypatch.setattr(writing, "KEEP", 0.3)

@@ -173,7 +173,7 @@ def draw_loss(folder: Path) -> None:
         right = axes.twinx()
         percent = [100 * recall for recall in recalls]
         right.plot(steps, percent, marker=".", color="C2", label="facts recalled")
-        right.set(ylabel="held-out questions answered (%)", ylim=(0, 100))
+        right.set(ylabel="held-out questions answered (%)", ylim=(0, 102))
     figure.legend(loc="upper center", ncols=3)
     with atomic(folder / "loss.png") as temporary:
         figure.savefig(temporary, dpi=130, format="png")

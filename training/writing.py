@@ -42,6 +42,7 @@ def train_rows(
     stop: int = -1,
     spellings: Sequence[list[int]] = (),
     earlier: Sequence[Fact] = (),
+    keep: float | None = None,
 ) -> dict[int, Tensor]:
     """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
     Its weights are frozen, and it is in eval() mode, from here on. Until this returns, it reads
@@ -53,6 +54,7 @@ def train_rows(
             their rows, but texts that have them are about the name, too.
         earlier: facts that were written before, the oldest first. Those whose prompts read the same
             rows are taught again: else they are lost to the next ones about their name.
+        keep: weight of what must not change; None: KEEP.
 
     Returns:
         The new rows of the name's tokens, [n_table, W] each.
@@ -69,7 +71,8 @@ def train_rows(
     model.tables = ExtraRows(tables, rows_of(tables, own), own)
     rows = model.tables.extra
     try:
-        write_fact(model, [rows], facts, [name, *spellings], texts, KEEP, RATE, stop, others)
+        keep = KEEP if keep is None else keep
+        write_fact(model, [rows], facts, [name, *spellings], texts, keep, RATE, stop, others)
     finally:  # also where it is interrupted, as in a notebook
         model.tables = tables
     return dict(zip(own, rows.detach(), strict=True))
