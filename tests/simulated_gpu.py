@@ -141,8 +141,8 @@ class DeviceTensor(torch.Tensor):
 
 
 class Worker:
-    """In place of a thread: does its jobs as late as it may, when somebody asks for a result. So it
-    finds what changed meanwhile. Only who asks comes after a job."""
+    """In place of a thread: does its jobs as late as it may, when somebody asks for a result, which
+    finds what changed meanwhile; or at once. Only who asks comes after a job."""
 
     def __init__(self, n: int, initializer, initargs: tuple) -> None:
         self.agent = Agent()
@@ -161,6 +161,8 @@ class Worker:
 
         future.result = result
         self.waiting.append((job, SimulatedGpu.current.host.seen.copy(), future))
+        if not SimulatedGpu.current.late:
+            self.do(*self.waiting.pop())
         return future
 
     def do(self, job, before: np.ndarray, future: Future) -> None:
@@ -184,10 +186,11 @@ class SimulatedGpu(TorchDispatchMode):
     current: "SimulatedGpu | None" = None
     device = DEVICE
 
-    def __init__(self, pins: bool = True) -> None:
-        """pins: whether arrays of the host can be pinned in place."""
+    def __init__(self, pins: bool = True, late: bool = True) -> None:
+        """pins: whether arrays of the host can be pinned in place. late: of `Worker`."""
         super().__init__()
         self.pins = pins
+        self.late = late
 
     def __enter__(self) -> "SimulatedGpu":
         SimulatedGpu.current = self
