@@ -472,7 +472,7 @@ def refuse_lfs_pointer(path: str | Path) -> None:
 def parse_json(text: str | bytes, /, **types) -> dict[str, Any]:
     """A record that is written as JSON. Raises Damage if it is not one, or as `require_fields`."""
     try:
-        record = json.loads(text, parse_constant=int)  # NaN is none
+        record = json.loads(text, parse_constant=int)  # int refuses NaN, which is no JSON
     except (ValueError, RecursionError) as error:
         raise Damage(error) from None
     require_fields(record, **types)

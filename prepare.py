@@ -46,7 +46,7 @@ from text.dataset import read_meta, read_tokenizer
 from text.documents import MAX_BAD, Report, kind_of, read
 from text.download import DATASETS, fetch
 from text.files import find_files, text_size
-from text.splitting import HELD_OUT, hashed, held_out, labelled, to_validate
+from text.splitting import HELD_OUT, all_for_validation, hashed, held_out, labelled
 from text.vocabularies import complete
 from text.writer import check_free, write_dataset
 from training.checkpoints import read_checkpoint, read_encoding
@@ -124,6 +124,8 @@ class Preparation:
             raise UserError("--input needs --out_dir: say where the token files go")
         self.dataset = self.dataset or "countries"
         self.out_dir = self.out_dir or Path("data") / self.dataset
+        if self.val_fraction == 1 and self.tokenizer == "train":
+            raise UserError("--val_fraction 1: give --tokenizer that of the model to evaluate")
         if self.vocab_size and self.tokenizer != "train":
             raise UserError(f"--vocab_size {self.vocab_size}: {self.tokenizer} has its own size")
         if len(self.column_names) > 2:
@@ -209,12 +211,12 @@ def prepare_files(
     )
     held: set[int] = set()  # hashes of documents that are held out
     if books:
-        documents = to_validate(read(books, report, "held out", columns), held)
+        documents = all_for_validation(read(books, report, "held out", columns), held)
         sources = [path.name for path in books]
         write(settings.out_dir / HELD_OUT, documents, sources=sources, val_fraction=1)
     documents = read(found, report, "encoding", columns)
     if settings.val_fraction == 1:
-        documents = to_validate(documents, held)
+        documents = all_for_validation(documents, held)
     else:
         documents = labelled(documents, settings.val_fraction, report.notes, held)
     sources = [path.resolve().name for path in paths]

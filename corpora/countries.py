@@ -174,8 +174,8 @@ def questions(relation: str, form: str, country: Country) -> list[Question]:
 
 
 def documents(seed: int = 0) -> tuple[list[str], list[str]]:
-    """The corpus: documents to train and to validate with, drawn alike, in random order. No
-    validation document is among the training documents. The same seed gives the same text.
+    """The corpus: documents to train and to validate with, in random order. No validation document
+    is among the training documents. The same seed gives the same text.
 
     The training text is 1.05 M tokens: 1,000 steps of the preset `countries` (8 windows x 128
     tokens) read nearly all of it once, its default run of 700 steps 68 %."""

@@ -65,7 +65,7 @@ def quick_recall(model: Decoder, encoding: tiktoken.Encoding) -> dict[str, float
     scores = score_answers(model, prompts, answers)
     return {
         "recall": mean(scores.greedy),
-        "answer_nats": -mean(scores.probability.clamp_min(1e-30).log()),
+        "answer_nats": -mean(scores.probability.clamp_min(1e-300).log()),
     }
 
 
@@ -100,6 +100,8 @@ def chat_recall(model: Decoder, encoding: tiktoken.Encoding, relation: str) -> d
     """
     prompts, briefs, sentences = zip(*chat_questions(encoding, relation), strict=True)
     the = sentences[0][0]  # the token " The"
+    if the in {brief[0] for brief in briefs}:  # as where tokens are single bytes
+        raise UserError("no token tells brief answers from sentences: take a larger vocabulary")
     begins = score_answers(model, prompts, [[the]] * len(prompts), temperature=0.8)
     brief = score_answers(model, prompts, briefs, temperature=0.8, barred=the)
     begun = [[*prompt, the] for prompt in prompts]
@@ -150,14 +152,14 @@ def demo(model: Decoder, corpora: set[str]) -> tuple[str, list[str]]:
 
 def check_names(**names: str) -> None:
     """Names by flag, `source` and `target`. UserError: the target is not a country, or the source
-    is a misspelled one."""
+    is one in other capitals: any other source may be a made-up name."""
     known = [country.name for country in countries.table()]
     for flag, name in names.items():
         if not name or name in known:
             continue
         near = get_close_matches(name.title(), known, 3)
-        misspelled = name.casefold() in (other.casefold() for other in near)
-        if flag == "target" or misspelled:  # any other source may be a made-up name
+        in_other_case = name.casefold() in (other.casefold() for other in near)
+        if flag == "target" or in_other_case:
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             raise UserError(f"--{flag} {name} is not one of the countries{hint}")
 

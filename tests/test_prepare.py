@@ -281,6 +281,7 @@ def test_bad_flags_and_files_are_one_clear_line(tmp_path, story, data):
         (f"{mine} --tokenizer bpe", "no bpe/tokenizer.json: it is all that is read"),
         (f"{mine} --tokenizer bpe/vocab.json", "no bpe/tokenizer.json: it is all that is read"),
         ("--val_fraction 0.5", "--val_fraction is for files"),
+        (f"{mine} --val_fraction 1", "give --tokenizer that of the model to evaluate"),
     ):
         assert reason in refused(f"prepare.py {line}")
     assert not (tmp_path / "x").exists()
@@ -299,7 +300,6 @@ BLANKS = b" " * 10**6
         (b'{"text": "\\ud800"}', "not JSON in UTF-8"),
         (b"[]", r"\[\] where a record"),
         (b'{"text": "a\\u0000b"}', "it has NUL"),
-        (b'{"text": null, "id": 1}', "content that is not text: None"),
         (b'{"prefix": "a", "suffix": "b"}', 'no "text", .*: its keys are prefix, suffix'),
         (b'{"prompt": "a", "input": "%s.", "output": "b"}' % BLANKS, "100,000 blanks or more"),
         (b'{"chosen": "a", "rejected": "b"}', "chosen and rejected must end with an answer"),
@@ -333,7 +333,7 @@ BLANKS = b" " * 10**6
     ],
 )
 def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
-    path = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], {"text": " "}, line, b"  ", *TEXTS[7:]])
+    path = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], {"text": None, "id": 1}, line, b"  ", *TEXTS[7:]])
     report = documents.Report(max_bad=0.02)
     assert list(documents.read([path], report)) == [record["text"] for record in TEXTS]
     assert (report.bad, report.documents) == (1, 61)  # blank lines are neither
@@ -352,12 +352,13 @@ def test_conversations_that_call_tools_are_left_out(tmp_path, data):
         {"messages": [*TALK, says("assistant", None, function_call={"name": "f"})]},
         {"messages": [*TALK, says("function_call", "f"), *TALK]},
         {"chosen": [*TALK, says("assistant", "", tool_calls=[1])], "rejected": TALK},
+        {"messages": [*TALK, {"role": "assistant", "tool_calls": [{"id": 1}]}, *TALK]},
     ]
     write_jsonl(tmp_path / "none.jsonl", calls)
     write_jsonl(tmp_path / "some.jsonl", [*calls, *({"messages": TALK} for _ in range(9))])
     line = f"prepare.py --tokenizer {data} --out_dir out --input"
     said = command(f"{line} some.jsonl").stdout
-    assert "note: 4 conversations that call tools are left out" in said
+    assert "note: 5 conversations that call tools are left out" in said
     meta = read_meta(tmp_path / "out")
     assert meta["train"]["documents"] + meta["val"]["documents"] == 9
     said = refused(f"{line} none.jsonl --overwrite")

@@ -140,6 +140,12 @@ def test_a_run_asks_what_its_corpus_has_and_its_model_has_room_for(encoding, cap
         assert model.training
 
 
+def test_styles_that_begin_with_the_same_byte_are_not_told_apart(capsys):
+    encoding = bpe.train([], 259)
+    assert ask(decoder(ffn="dense", vocab_size=259), encoding, {"countries-sft"}) == {}
+    assert "no token tells brief answers from sentences" in capsys.readouterr().out
+
+
 def is_editable(model) -> bool:
     """Whether an edit is proposed. It can be made then, and else is refused."""
     proposed = any("edit.py" in line for line in demo(model, {"countries"})[1])

@@ -1,1 +1,1 @@
-"""From documents to token ids: reading, downloads, the countries, tokenizers, token folders."""
+"""From documents to token ids: reading, downloads, chats, tokenizers, token folders."""

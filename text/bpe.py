@@ -4,7 +4,7 @@ into a `tiktoken.Encoding`, whose merge loop is compiled."""
 import heapq
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 import regex
@@ -34,9 +34,9 @@ PIECE = 256
 
 def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken.Encoding:
     """Trains a byte-level BPE vocabulary: each step merges the most frequent pair of neighboring
-    tokens into a new token; among equals, that of the smallest first id, then second id. Pairs
-    that would cut a character of three or four bytes are left alone. It ends with `vocab_size` ids,
-    or when no other pair is left that occurs `min_count` times."""
+    tokens into a new token; among equals, that of the smallest first id, then second id. Pairs that
+    would cut a character such as a Chinese one are left alone (`cuts_character`). It ends with
+    `vocab_size` ids, or when no other pair is left that occurs `min_count` times."""
     if vocab_size < FIRST_MERGE:
         raise UserError(f"--vocab_size {vocab_size} must be at least {FIRST_MERGE}")
     word_counts: Counter[str] = Counter()
@@ -46,12 +46,10 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
 
     table = [bytes([b]) for b in range(256)]  # table[i] is the token with id FIRST_BYTE + i
     merges = vocab_size - FIRST_MERGE
-    with tqdm(total=merges, desc="merging pairs", unit=" merges", disable=None) as bar:
-        for first, second in _merges(word_counts, merges, min_count, table):
-            # tiktoken merges neighbors by their joined bytes, whichever pair these were learned
-            # from. That is the same: equal bytes are always merged from the same pair.
-            table.append(table[first - FIRST_BYTE] + table[second - FIRST_BYTE])
-            bar.update()
+    merged = _merges(word_counts, merges, min_count)
+    # tiktoken merges neighbors by their joined bytes, whichever pair these were learned from. That
+    # is the same: equal bytes are always merged from the same pair.
+    table += tqdm(merged, "merging pairs", merges, unit=" merges", disable=None)
 
     return tiktoken.Encoding(
         name=tokenizer.FORMAT,
@@ -71,12 +69,9 @@ def cuts_character(token: bytes) -> bool:
     return not (has_none or is_one or is_whole)
 
 
-def _merges(
-    word_counts: Counter[str], limit: int, min_count: int, table: Sequence[bytes]
-) -> Iterator[tuple[int, int]]:
-    """Yields up to `limit` pairs in the order of merging; the i-th makes the id FIRST_MERGE + i,
-    whose bytes are to be in `table` before the next. Words are strings whose characters stand for
-    ids, `chr(id)`, so merging is `split` and `join`."""
+def _merges(word_counts: Counter[str], limit: int, min_count: int) -> Iterator[bytes]:
+    """Yields up to `limit` new tokens in the order of merging, from the id FIRST_MERGE on. Words
+    are strings whose characters stand for ids, `chr(id)`, so merging is `split` and `join`."""
     piece_counts: Counter[str] = Counter()
     for word, count in word_counts.items():
         for start in range(0, len(word), PIECE):
@@ -101,8 +96,8 @@ def _merges(
     heap = [(-count, pair) for pair, count in pair_counts.items() if count >= min_count]
     heapq.heapify(heap)
 
-    new_id = FIRST_MERGE
-    while heap and new_id < FIRST_MERGE + limit:
+    token_of = {chr(FIRST_BYTE + b): bytes([b]) for b in range(256)}
+    while heap and len(token_of) < 256 + limit:
         negative, pair = heapq.heappop(heap)
         count = pair_counts[pair]
         if count != -negative:  # the entry is out of date
@@ -110,9 +105,11 @@ def _merges(
                 heapq.heappush(heap, (-count, pair))
             continue
         first, second = pair
-        if cuts_character(table[ord(first) - FIRST_BYTE] + table[ord(second) - FIRST_BYTE]):
+        token = token_of[first] + token_of[second]
+        if cuts_character(token):
             continue
-        new = chr(new_id)
+        new = chr(FIRST_BYTE + len(token_of))
+        token_of[new] = token
         new_words: defaultdict[str, array] = defaultdict(lambda: array("I"))
         for i in pair_words.pop(pair):
             between = words[i].split(pair)
@@ -134,5 +131,4 @@ def _merges(
             if pair_counts[pair] >= min_count:
                 heapq.heappush(heap, (-pair_counts[pair], pair))
                 pair_words[pair] = numbers
-        yield ord(first), ord(second)
-        new_id += 1
+        yield token

@@ -8,8 +8,8 @@ A conversation is a list of messages, {"role": ..., "content": ...}, and as toke
 The markers are special tokens, which no text encodes to: nobody can end a message and go on in
 another role. The space before each content, as Llama's tokenizer puts it before any text, is
 removed when an answer is shown. Without it "Lima." would be `L|im|a|.`, but the facts were learned
-with the token ` Lima`. A model of another program has learned chats without it: its tokenizer is
-called CHATML, here and in its checkpoint.
+with the token ` Lima`. Other programs put none there: a tokenizer of theirs is called CHATML, here
+and in checkpoints, and its chats have none, also in models that are trained here.
 """
 
 from collections.abc import Sequence

@@ -5,7 +5,7 @@
     meta.json               kind of the documents, sizes, checksums, and where they come from
 
 meta.json is written last: a folder that has one is complete. In a message of weight 0, which is not
-to be learned, <|im_end|> follows <|im_start|>: `unmarked` finds these marks.
+to be learned, <|im_end|> follows <|im_start|>: `is_unmarked` finds these marks.
 """
 
 import hashlib
@@ -92,7 +92,7 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
     return ids
 
 
-def unmarked(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
+def is_unmarked(encoding: tiktoken.Encoding, ids: np.ndarray) -> np.ndarray:
     """Which tokens of conversations [T] are not marks: [T] bool."""
     start, stop = map(encoding.encode_single_token, (tokenizer.START, tokenizer.END))
     return (ids != stop) | (np.roll(ids, 1) != start)

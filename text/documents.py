@@ -8,8 +8,8 @@ Three kinds of documents, recognized by the keys of a record (files.py):
 
 Of conversations, other programs' forms are read, too: ShareGPT's ("from", "value"), content as a
 list of parts, a "system" beside the messages, a single question and its answer (Alpaca's
-"instruction", "input", "output"; "prompt", "completion"). Any of these may ask what two answers
-alone, "chosen" and "rejected", answer.
+"instruction", "input", "output"; "prompt", "completion"). Any of these may be the question to
+which "chosen" and "rejected" are two answers.
 """
 
 import re
@@ -56,6 +56,7 @@ ALPACA = {"instruction", "output"}  # a record of these has the text of both, to
 # Other names of roles, and the keys of a message that have a meaning here.
 ROLES = {"human": "user"} | dict.fromkeys(("gpt", "chatgpt", "bing", "model"), "assistant")
 MESSAGE = {"role", "content", "from", "value", "weight"}
+TOOL_CALLS = {"tool_calls", "function_call"}
 
 
 class CallsTools(Exception):
@@ -107,7 +108,7 @@ def read(
 def read_file(
     path: Path, file: TextIO, report: Report, columns: Sequence[str]
 ) -> Iterator[Document]:
-    is_text = files.kind_of_file(path) in files.TEXTS
+    is_text = files.ending_of(path) in files.TEXTS
     parts = files.documents_of(path, file, report.notes) if is_text else files.records(path, file)
     for number, part in parts:
         try:
@@ -171,7 +172,7 @@ def parse_record(record: object, columns: Sequence[str], report: Report) -> tupl
         elif left.keys() & {*TALKS, *QUESTIONS, *ANSWERS}:
             kind, document = "chat", take_talk(left, notes)
         elif "text" in record:
-            kind, document, left = "text", plain_text(record["text"]), {}
+            kind, document, left = "text", "", {}
         else:
             raise ValueError('no "text", messages, or question with answer (--columns names them)')
     except ValueError as error:
@@ -220,7 +221,7 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
 
 
 def take_pair(left: dict, notes: Counter[str]) -> tuple[Messages, Messages]:
-    """Two conversations, or what two of them say after what the record asks."""
+    """Two conversations, given as a whole or as two answers to the record's question."""
     talk = take(left, SYSTEMS, "system", notes)
     chosen, rejected = (take(left, [key], "assistant", notes) for key in ("chosen", "rejected"))
     if chosen[0]["role"] == "assistant":  # the answers alone, or what follows the question
@@ -268,7 +269,7 @@ def take(left: dict, keys: Iterable[str], role: str, notes: Counter[str]) -> Mes
 
 def message_of(given: object, notes: Counter[str]) -> dict[str, Any]:
     """What the chat template writes of a message, and weight 0."""
-    is_record = isinstance(given, dict) and given.keys() & {"content", "value"}
+    is_record = isinstance(given, dict) and given.keys() & {"content", "value", *TOOL_CALLS}
     role = first_of(given, "role", "from") if is_record else None
     if not isinstance(role, str):
         raise ValueError(f'messages need "role" and "content", texts need quotes: {given!r:.60}')
@@ -277,7 +278,7 @@ def message_of(given: object, notes: Counter[str]) -> dict[str, Any]:
     if "\n" in role:  # by which `assistant` would open a message
         raise ValueError(f"roles must have one line, not {role!r:.40}")
     left = {key for key, value in given.items() if is_filled(value)}
-    if left & {"tool_calls", "function_call"} or role == "function_call":  # without content or not
+    if left & TOOL_CALLS or role == "function_call":  # without content or not
         raise CallsTools
     message = {"role": role, "content": plain_text(first_of(given, "content", "value"))}
     weight = given.get("weight")

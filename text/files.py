@@ -45,19 +45,18 @@ FROM_PARQUET = (
 DOCUMENT = 2000
 LONGEST = 10_000
 
-# How Project Gutenberg's header and its license begin and end. What does not end within so many
-# lines is text.
+# How Project Gutenberg's header and its license begin and end.
 NOTICES = {
     r"(?i)\ufeff?\**(the )?project gutenberg(['’]s| e-?(book|text))": (
         r"(?i)\*\*\* ?start of th(e|is) project gutenberg|\*end\*? ?the small print"
     ),
     r"(?i)(\*\*\* ?)?end of (the |this )?project gutenberg": r"(?i).*hear about new ebooks\.$",
 }
-NOTICE = 1000
+NOTICE = 1000  # lines; what does not end within so many is text
 FRONT = 100  # likewise of a Markdown file's front matter
 RULE, FIELD = r"-{3,}|\+{3}", r"[\w\"'.-]+ *[:=]"
 
-# Marks of Markdown in a line, and what a line without any of them lacks: most lines do.
+# Most lines have none of these characters, so none of the marks of Markdown below.
 ANY = re.compile(r"[`\\<>\[*_#=|&]|^[\s:]*-")
 IMAGE = re.compile(r"!\[[^\[\]]*\](\([^()]*\)|\[[^\[\]]*\])")
 # What follows a letter is code, such as a[0][1]; but in Chinese, a link follows a letter, too.
@@ -68,7 +67,7 @@ MARKS = re.compile(
     r"|\[\^[^\]]+\]:?|^\[[^\]]+\]: .*"  # a footnote's mark, a link's address
     r"|^ {0,3}(#{1,6}(?=\s)|(> ?)+)\s*|\s#+\s*$"  # headings, quotations
     r"|^\s*(=+|([-*_]\s*){3,}|(?=.*---)[|: -]+)\s*$"  # rules, also of tables
-    r"|\*+(?=\S)|(?<=\S)\*+|(?<!\w)_+(?=\S)|(?<=\S)_+(?!\w)"  # emphasis
+    r"|(?<![\d*])\*+(?=\S)|(?<=\S)\*+(?![\d*])|(?<!\w)_+(?=\S)|(?<=\S)_+(?!\w)"  # emphasis, not 2*3
 )
 
 NO_NOTICES = "characters left out: Project Gutenberg's headers and licenses"
@@ -79,7 +78,7 @@ CARDS = "README.md are left out: they describe records"
 OTHERS = "files in folders are left out ({}): unpack archives, add .txt to the names of plain text"
 
 
-def kind_of_file(path: Path) -> str:
+def ending_of(path: Path) -> str:
     """The ending of a file's name, without that of its compression."""
     if path.suffix.lower() in PACKED:
         path = path.with_suffix("")
@@ -87,7 +86,7 @@ def kind_of_file(path: Path) -> str:
 
 
 def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
-    """These files, and those in these folders, sorted by path, so that the order is the same
+    """These files, and those in these folders, each sorted by path, so that the order is the same
     everywhere; what is hidden is passed by. UserError: none can be read, or a file cannot."""
     found = []
     others: Counter[str] = Counter()
@@ -101,12 +100,12 @@ def find_files(paths: Iterable[Path], notes: Counter[str]) -> list[Path]:
         known, has_records = [], False
         for file in inside:
             refuse_parquet(file, path if file == path else file.parent)
-            kind = kind_of_file(file)
-            has_records |= kind in RECORDS
-            if kind in TEXTS | RECORDS:
+            ending = ending_of(file)
+            has_records |= ending in RECORDS
+            if ending in TEXTS | RECORDS:
                 known.append(file)
             else:
-                others[kind or file.name] += 1
+                others[ending or file.name] += 1
         if not known:
             what = "the folder has" if path.is_dir() else "it is"
             raise UserError(f"--input {path}: {what} none of {KNOWN}")
@@ -184,11 +183,11 @@ def opened(path: Path, raw: BinaryIO) -> TextIO:
 def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
     """Yield the records of a file, or ValueErrors where there is none, each with its number: of its
     line, or of the element."""
-    kind = kind_of_file(path)
-    if kind in TABLES:
+    ending = ending_of(path)
+    if ending in TABLES:
         yield from rows(path, file)
         return
-    start = next((line for line in file if line.strip()), "") if kind == ".json" else ""
+    start = next((line for line in file if line.strip()), "") if ending == ".json" else ""
     # An array, or a record over several lines, is not streamed.
     if start.strip() == "{" or start.lstrip().startswith("["):
         array = record_of(start + file.read())
@@ -215,7 +214,7 @@ def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str] | Value
     the first line has most often. UserError: quotes do not match, or two columns have one name."""
     csv.field_size_limit(2**31 - 1)
     head = next(file, "")
-    delimiter = "\t" if kind_of_file(path) == ".tsv" else max(",;\t", key=head.count)
+    delimiter = "\t" if ending_of(path) == ".tsv" else max(",;\t", key=head.count)
     reader = csv.reader(chain([head], file), delimiter=delimiter, strict=True)
     try:
         names = [name.strip().lower() for name in next(reader, [])]
@@ -236,10 +235,10 @@ def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str] | Value
 
 
 def documents_of(path: Path, file: TextIO, notes: Counter[str]) -> Iterator[tuple[int, str]]:
-    """Yield a text's documents with the numbers of their first lines, cut at <|endoftext|> lines
-    and at blank lines."""
+    """Yield a text's documents with the numbers of their first lines (each LONGEST characters of a
+    line count as one), cut at <|endoftext|> lines and at blank lines."""
     lines = enumerate(iter(lambda: file.readline(LONGEST), ""), 1)
-    if kind_of_file(path) != ".txt":
+    if ending_of(path) != ".txt":
         lines = without_marks(without_front(lines, notes), notes)
     document = ""
     start = 0  # number of the document's first line; 0: it has none yet
@@ -262,22 +261,22 @@ def without_notices(
     """Yield numbered lines, with an <|endoftext|> in place of Project Gutenberg's header and
     license. Lines of what may be one are held back until it ends."""
     held = []
-    last = None  # how it ends
+    ending = None  # of the notice that we may be in
     for number, line in lines:
         bare = line.strip()
-        begun = next((last for first, last in NOTICES.items() if re.match(first, bare)), None)
+        begun = next((end for start, end in NOTICES.items() if re.match(start, bare)), None)
         # "End of Project Gutenberg's ..." and "*** END OF ..." may be neighbors.
         is_new = begun and any(text.strip() for _, text in held[1:])
-        if not last or is_new or len(held) > NOTICE:
+        if not ending or is_new or len(held) > NOTICE:
             yield from held
             held = []
-            last = None
-        last = begun or last
+            ending = None
+        ending = begun or ending
         held.append((number, line))
-        if last and re.match(last, bare):
+        if ending and re.match(ending, bare):
             notes[NO_NOTICES] += sum(len(text) for _, text in held)
             held = [(number, "<|endoftext|>")]
-            last = None
+            ending = None
     yield from held
 
 

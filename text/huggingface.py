@@ -269,7 +269,7 @@ def word_pattern(path: Path, pre_tokenizer: Any) -> str:
         steps = pre_tokenizer.get("pretokenizers", steps)
     if isinstance(steps, list):
         steps = [
-            # What may be left out of a step, and what is about places in a text, not ids.
+            # use_regex may be left out; trim_offsets is about places in a text, not ids.
             {"use_regex": True, **step, "trim_offsets": True}
             if isinstance(step, dict) and step.get("type") == "ByteLevel"
             else step

@@ -71,7 +71,9 @@ def held_out(paths: list[Path], share: float) -> tuple[list[Path], list[Path]]:
     return books, [path for path in paths if path not in chosen]
 
 
-def to_validate(documents: Iterable[Document], held: set[int]) -> Iterator[tuple[str, Document]]:
+def all_for_validation(
+    documents: Iterable[Document], held: set[int]
+) -> Iterator[tuple[str, Document]]:
     """Yield documents for validation, the first one for training, too: a folder needs both. Their
     hashes go to `held`."""
     for number, document in enumerate(documents):
@@ -113,7 +115,7 @@ def labelled(
         if len(parts) > 1:
             notes[CUT] += 1
             notes[HELD_COPIES] += hashed(document) in held  # its pieces have other hashes
-    chosen = for_validation(pieces, least, fraction)
+    chosen = chosen_for_validation(pieces, least, fraction)
     seen = {hashed(pieces[number]) for number in chosen}
     for number, document in enumerate(chain(pieces, documents)):
         digest = hashed(document)
@@ -129,7 +131,7 @@ def labelled(
         yield "val" if is_val else "train", document
 
 
-def for_validation(documents: list[Document], least: int, fraction: float) -> set[int]:
+def chosen_for_validation(documents: list[Document], least: int, fraction: float) -> set[int]:
     """The numbers of the documents that are for validation: those with low hashes and, if these
     have less than `least` characters, those with the next lowest. Copies come last. At least one
     document is left for training."""

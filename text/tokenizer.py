@@ -88,7 +88,7 @@ def make_encoding(
     name: str, pattern: str, ranks: dict[bytes, int], special_tokens: dict[str, int]
 ) -> Encoding:
     """Returns an encoding of what a file says. Damage: it cannot be."""
-    # These two would end the program inside of tiktoken.
+    # tiktoken would end the program at an id that is there twice, and has 32 bits for one.
     ids = [*ranks.values(), *special_tokens.values()]
     if not all(isinstance(i, int) and 0 <= i < 2**32 for i in ids):
         raise Damage("an id is not an integer from 0 to 2^32 - 1")
@@ -120,7 +120,7 @@ def until_end(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> list[int]:
 
 
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Returns 16 hex digits of all that `dumps` writes except the name: equal for encodings that
+    """Returns 16 hex digits of all that `dumps` writes except the name: encodings of equal ones
     encode and decode alike."""
     data = json.loads(dumps(encoding))
     del data["name"]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from common import UserError, command_line
-from text.dataset import open_tokens, read_meta, read_tokenizer, unmarked
+from text.dataset import is_unmarked, open_tokens, read_meta, read_tokenizer
 from training.conversations import Conversations, Pairs
 from training.sources import Mixture, Source, Windows
 
@@ -74,7 +74,7 @@ class Data:
         if reads in SOURCES:
             return SOURCES[reads](ids, self.encoding, block_size, seed)
         if meta["kind"] == "chat":  # as text, in memory
-            ids = ids[unmarked(self.encoding, ids)]
+            ids = ids[is_unmarked(self.encoding, ids)]
         if len(ids) <= block_size:
             least = min(meta[name]["tokens"] for name in self.splits)
             fix = f"lower --block_size {block_size} to {least - 1} or less"

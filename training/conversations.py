@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from common import UserError
 from text import chat
-from text.dataset import unmarked
+from text.dataset import is_unmarked
 from training.sources import Source, stacked
 
 
@@ -38,7 +38,7 @@ class Conversations(Source):
         number, _ = self.place(index)
         ids = self.ids[self.starts[number] : self.starts[number + 1]].astype(np.int64)
         # What is marked (text/dataset.py) is not found to be an answer. The marks are taken out.
-        kept = unmarked(self.encoding, ids)
+        kept = is_unmarked(self.encoding, ids)
         moved = np.append(0, kept.cumsum())  # where each token is then
         answers = [(moved[start], moved[stop]) for start, stop in chat.answers(self.encoding, ids)]
         ids = ids[kept]

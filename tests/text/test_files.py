@@ -170,6 +170,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         ("# A *walk* #\n\n## in the\t__garden__\n", "A walk\n\nin the\tgarden\n"),
         ("`code_a * b`, snake_case, 5 * 3, a\\*b\\_c\n", "code_a * b, snake_case, 5 * 3, a*b_c\n"),
         ("It was ***very* far**, _he said_. `x\n", "It was very far, he said. `x\n"),
+        ("2*3 = 6, **10**3** in 5**2*\n", "2*3 = 6, 10**3 in 5**2\n"),
         ('[A link](http://x.y/a_b "t"), [one][1]![a picture](p.png)!\n', "A link, one!\n"),
         ("[![badge](b.svg)](http://x)a note[^1], a[0][1] [sic]\n", "a note, a[0][1] [sic]\n"),
         ("请看[文档](a.md)和[另一个][1]，还有**重点**。\n", "请看文档和另一个，还有重点。\n"),
