@@ -649,7 +649,7 @@ class Decoder(nn.Module):
                 "kept of earlier ones: begin again with length 0"
             )
             ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
-        cache.ids = ids
+        cache.ids = ids.clone()  # the caller may write the next token into the same tensor
         # There are no earlier tokens, or their keys and values are kept.
         if start == 0 or cache.layers[0] is not None:
             return self.layer_rows(self.addresses(ids, n, documents))

@@ -184,9 +184,9 @@ class OffloadedTables(StoredTables):
         self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
         # Tokens of the next batch, which have slots already. None yet.
         self.announced = np.empty(0, np.int64)
-        # Tokens of this step were evicted (by an evaluation, or a save) after they were read. They
-        # come back before their update, for which slots must wait.
-        self.early = False
+        # Tokens whose arrival nobody has waited for. (Those of a step may be among them: evicted by
+        # an evaluation or a save, they are announced again before their update.)
+        self.coming = np.zeros(self.n_row, bool)
         self.fetched = done(torch.cuda.Event())  # arrival of the latest fetch; so far, none
 
     def open_transfers(self) -> None:
@@ -220,7 +220,6 @@ class OffloadedTables(StoredTables):
         """As `Tables.lookup`. It, or its iterator, raises what went wrong in the worker."""
         ids = ids.cpu()
         if self.in_training():
-            self.wait_for(self.fetched)  # what was announced
             return self.read_once(ids)
         self.settle()  # what is stored must have the latest values
         if ids.numel() * self.record_bytes <= self.transfers.few_bytes:
@@ -262,8 +261,10 @@ class OffloadedTables(StoredTables):
 
     def slots(self, ids: Tensor) -> Tensor:
         tokens = ids.numpy()
-        if self.fetch_missing(tokens) or self.early:
+        self.fetch_missing(tokens)
+        if self.coming[tokens].any():
             self.wait_for(self.fetched)
+            self.coming[:] = False
         return send(torch.from_numpy(self.slot_of[tokens]), self.device)
 
     def rows(self, table: int) -> Tensor:
@@ -274,26 +275,24 @@ class OffloadedTables(StoredTables):
 
     def updated(self, ids: Tensor) -> None:
         self.evict_except(self.announced)
-        self.early = False
 
     # --- the working set ---
 
-    def fetch_missing(self, ids: np.ndarray) -> bool:
-        """Begin to fetch those of distinct tokens `ids` [n] that are not on the device.
-        Returns whether there are any."""
+    def fetch_missing(self, ids: np.ndarray) -> None:
+        """Begin to fetch those of distinct tokens `ids` [n] that are not on the device."""
         missing = ids[self.slot_of[ids] < 0]
         if len(missing) == 0:
-            return False
+            return
         free = np.flatnonzero(self.token_in < 0)
         if len(free) < len(missing):
             self.grow(len(missing) - len(free))
             free = np.flatnonzero(self.token_in < 0)
         slots = free[: len(missing)]
-        self.token_in[slots] = missing
-        self.slot_of[missing] = slots
         records = torch.from_numpy(missing), torch.from_numpy(slots), self.working_set
         (self.fetched,) = self.transfers.fetch([slice(0, len(self.weight))], *records, self.free)
-        return True
+        self.token_in[slots] = missing  # not before: to fetch may fail
+        self.slot_of[missing] = slots
+        self.coming[missing] = True
 
     def wait_for(self, arrival: Future) -> None:
         """Let the compute stream wait for a fetch and those before, and the host for the worker."""
@@ -336,9 +335,9 @@ class OffloadedTables(StoredTables):
         for name, old in self.working_set.items():
             grown[name] = self.new_slots(name, n_slot)
             grown[name][:, :n_old] = old
-        self.working_set = grown  # jobs under way have the old slots
-        self.token_in = np.pad(self.token_in, (0, n_slot - n_old), constant_values=-1)
+        token_in = np.pad(self.token_in, (0, n_slot - n_old), constant_values=-1)
         self.record_free()
+        self.working_set, self.token_in = grown, token_in  # jobs under way have the old slots
 
     def flush(self) -> None:
         self.settle()
@@ -348,7 +347,6 @@ class OffloadedTables(StoredTables):
         """Evict all, and let the host wait until it is stored."""
         if (self.token_in >= 0).any():
             self.evict_except(self.announced[:0])
-            self.early = bool(self.watch.n_read)
         self.transfers.finish()
 
 

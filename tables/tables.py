@@ -84,6 +84,7 @@ class Tables(nn.Module):
         """Draw rows from Normal(0, std), in parts, as a second table may not fit. As parts are
         multiples of 16 numbers, a CPU draws the same as in one go (but for a last part of less than
         16)."""
+        self.flush()  # else rows that are elsewhere would come back
         for weight in self.weight:
             for part in weight.split(1 << 16):
                 part.copy_(self.draw(len(part), std, part.device))

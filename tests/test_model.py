@@ -176,6 +176,17 @@ def test_a_sum_of_gradients_that_float16_cannot_hold_is_no_infinity(monkeypatch)
 # --- decoding ---
 
 
+@pytest.mark.parametrize(("ffn", "kind"), [("engram", "kv"), ("embformer", "ids")])
+def test_the_next_token_may_be_written_into_the_same_tensor(ffn, kind):
+    model = decoder(ffn=ffn).eval()
+    caches = [model.make_cache(1, kind=kind) for _ in range(2)]
+    same = torch.zeros(1, 1, dtype=torch.int64)
+    for token in (5, 9, 11, 3, 9):
+        same[0, 0] = token
+        mine, other = model(same, cache=caches[0]), model(same.clone(), cache=caches[1])
+        assert torch.equal(mine[0], other[0])
+
+
 @pytest.mark.parametrize(
     ("ffn", "prompt"), [*((ffn, 4) for ffn in (*BUILT_IN, "engram")), ("stem", 16), ("stem", 21)]
 )

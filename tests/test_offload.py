@@ -8,6 +8,7 @@ import importlib.util
 import inspect
 import re
 import sys
+from contextlib import suppress
 from functools import cache
 from itertools import islice, pairwise
 from pathlib import Path
@@ -205,7 +206,7 @@ GUARDED = [found for found in LINES if any(g in found[2].split("#")[0] for g in 
 
 def test_no_guard_is_overlooked():
     """They are found by what they call: under another name one would not be tested."""
-    assert len(GUARDED) == 24
+    assert len(GUARDED) == 23
 
 
 @pytest.mark.parametrize("guard", GUARDED, ids=lambda guard: guard[2])
@@ -231,6 +232,74 @@ def test_every_guard_is_needed(guard, monkeypatch, tmp_path):
             with SimulatedGpu(pins) as gpu:
                 without.seen_by_gpu = gpu.seen_by_gpu
                 check(gpu, expected, *way, module=without)
+
+
+def loss_of(rows) -> torch.Tensor:
+    return sum((row.sin() * (table + 1)).sum() for table, row in enumerate(rows))
+
+
+def announce_before_rows_are_read(tables, optimizer) -> None:
+    rows = tables.lookup(batch(0))
+    tables.prefetch(batch(0))
+    loss_of(rows).backward()
+    optimizer.step(0.1)
+
+
+def differentiate_again_after_a_step(tables, optimizer) -> None:
+    one = loss_of(tables.lookup(batch(0)))
+    one.backward(retain_graph=True)
+    optimizer.step(0.1)
+    two = loss_of(tables.lookup(batch(1)))
+    tables.prefetch(batch(0))
+    (one + two).backward()
+    optimizer.step(0.1)
+
+
+def save_before_the_backward_pass(tables, optimizer) -> None:
+    loss = loss_of(tables.lookup(batch(0)))
+    tables.zero_grad()
+    tables.flush()
+    tables.prefetch(batch(0))
+    loss.backward()
+    optimizer.step(0.1)
+
+
+def draw_rows_anew(tables, optimizer) -> None:
+    train(tables, optimizer, batch(0), batch(1))
+    filled(tables)
+
+
+def fail_to_fetch(tables, optimizer) -> None:
+    train(tables, optimizer, batch(0))
+    with pytest.MonkeyPatch.context() as patch:
+        if isinstance(tables, OffloadedTables):
+            patch.setattr(tables.transfers, "fetch", Mock(side_effect=torch.OutOfMemoryError))
+        with suppress(torch.OutOfMemoryError):  # as a user may, or end a cell by Ctrl-C there
+            tables.prefetch(batch(1))
+    train(tables, optimizer, batch(1))
+
+
+@pytest.mark.parametrize("pins", [True, False])
+@pytest.mark.parametrize(
+    "act",
+    [
+        announce_before_rows_are_read,
+        differentiate_again_after_a_step,
+        save_before_the_backward_pass,
+        draw_rows_anew,
+        fail_to_fetch,
+    ],
+)
+def test_what_own_loops_do_equals_resident_tables(act, pins):
+    def stored(tables) -> list[torch.Tensor]:
+        act(tables.train(), RowRMSprop(tables, state="number"))
+        tables.flush()
+        return [weight.detach().to("cpu", copy=True) for weight in tables.weight]
+
+    with SimulatedGpu(pins) as gpu:
+        mine = stored(offloaded(gpu))
+    for one, other in zip(mine, stored(resident()), strict=True):
+        assert torch.equal(one, other)
 
 
 # --- what it costs ---
