@@ -17,8 +17,8 @@ keeps Spain's own, for --undo. A saved edit affects every use of these tokens, a
 the prompt, and is shown like that. So rows of everyday words of a name (" of", " the") stay. Facts
 that were written into the same rows before, and saved, are taught again with the next one, which
 would change them; those that are lost nevertheless are named. To correct one of them, write it
-anew. If its prompt was in other words, a note says that it is corrected; without a note, its old
-answer was taught, too: give its own prompt.
+again with the prompt that it had. With another one, a note says if it is corrected; without the
+note, both answers were taught.
 
 --facts writes one fact after the other, each into the rows that the earlier ones left. A line is
 {"source": "Spain", "write": "Lisbon.", "prompt": "..."}, where the prompt may be left out. In the
@@ -68,6 +68,7 @@ from training.edits import (
     Located,
     State,
     as_saved,
+    as_written,
     check_editable,
     continuations,
     fill_in,
@@ -106,7 +107,7 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
         if path and edit.target:
             after = as_saved(edit, located, after)  # which is shown, then
         learned = compare(model, encoding, edit, located, after)
-        written = [(located.prompt, located.answer)] if edit.write else []
+        written = [(located.prompt, as_written(model, located))] if edit.write else []
 
     if path and not learned:
         what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
@@ -246,10 +247,11 @@ def write_facts(
             before_it = model.tables
             changed = {**rows, **train_rows(model, *located, earlier=earlier + written)}
             model.tables = with_rows(own, changed)
-            learned.append(is_written(model, located))
-            if learned[-1]:
+            said = as_written(model, located)
+            learned.append(bool(said))
+            if said:
                 rows = changed
-                written.append((located.prompt, located.answer))
+                written.append((located.prompt, said))
             else:
                 model.tables = before_it
 

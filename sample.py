@@ -68,7 +68,7 @@ def write(
     **options,
 ) -> Iterator[str]:
     """Yield what the model writes after `ids` as it comes, up to the end of a text or a message.
-    The tokens before it go to the list `written`. `options` as for `Decoder.stream`."""
+    All tokens but that end go to the list `written`. `options` as for `Decoder.stream`."""
     ends = tokenizer.ends(encoding)
 
     def tokens() -> Iterator[int]:
@@ -164,8 +164,8 @@ def print_pieces(pieces: Iterator[str]) -> None:
 
 
 def converse(talk: Chat, seed: int, **options) -> None:
-    """Hold a conversation: each line of standard input is a message, and what is pasted into a
-    terminal, until the input ends. /new forgets what was said, Ctrl-C ends an answer."""
+    """Hold a conversation: each line of standard input is a message, until the input ends; what is
+    pasted into a terminal is one, too. /new forgets what was said, Ctrl-C ends an answer."""
     if sys.stdin is None:
         raise UserError("--chat reads standard input, which is closed")
     sys.stdin.reconfigure(errors="replace")

@@ -129,6 +129,7 @@ class Run:
     optimizer: Optimizer
     n_part: int  # micro-batches in a step, of all ranks together
     step: int = 0
+    resumed: int | None = None  # the step that it resumed at: that ckpt.pt is there, maybe edited
     best: tuple[float, int] = (math.inf, 0)  # lowest validation loss, and its step
 
     def save(self) -> None:
@@ -199,7 +200,7 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             )
     elif origin is not None and Path(origin).resolve().parent == out_dir.resolve():
         raise UserError(f"--init_from {origin} lies in --out_dir; choose another --out_dir")
-    # Rank 0 alone, with which the folder that it made goes if it fails.
+    # Only rank 0 looks: it has locked the folder, and removes one that it made if this raises.
     elif not settings.overwrite and ranks.rank == 0 and has_run(out_dir):
         ways = "--resume goes on with it, --overwrite replaces it, or choose another --out_dir"
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
@@ -254,8 +255,8 @@ def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dic
         model.load_state_dict(checkpoint["model"])
     if settings.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
-        run.step = checkpoint["step"]
-        # An edited model that is trained on is another than that of best.pt.
+        run.step = run.resumed = checkpoint["step"]
+        # Training goes on from edited weights, and best.pt is of those before the edits.
         is_another = checkpoint["edits"] and run.step < settings.max_iters
         if is_another and ranks.rank == 0:
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
@@ -350,8 +351,8 @@ def stop(run: Run, meter: Meter, bar: tqdm, received: list[int]) -> NoReturn:
 
 def evaluate_and_save(run: Run, meter: Meter) -> str:
     """Log validation losses and, on the countries, the share of facts that are known. Once
-    something is trained, write ckpt.pt and, if the loss is the lowest so far, best.pt. Returns the
-    figures as a line, with those of the last step."""
+    something is trained, or nothing is to be, write ckpt.pt and, if the loss is the lowest so far,
+    best.pt. Returns the figures as a line, with those of the last step."""
     settings, data = run.settings, run.data
     meter.read()
     losses = validate(run.objective, data, settings.eval_tokens, settings.device_batch_size)
@@ -363,7 +364,7 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
         remove_run(settings.out_dir)
     meter.log.write(type="eval", step=run.step, **losses)
     check_finite(settings, "validation", losses["val_loss"], run.step)
-    if run.step or settings.max_iters == 0:
+    if run.step != run.resumed and (run.step or settings.max_iters == 0):
         if losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
         path = settings.out_dir / "ckpt.pt"
@@ -381,7 +382,7 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
 
 
 def save_best(run: Run) -> None:
-    """Write best.pt, or make an earlier one go."""
+    """Write best.pt or, with tables on disk, delete an earlier one."""
     if run.model.tables.on_disk:  # it would take another copy of the tables
         remove(run.settings.out_dir / "best.pt")
     else:

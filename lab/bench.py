@@ -105,7 +105,7 @@ class Bench:
 
 
 def zipf(shape: tuple[int, ...], vocab_size: int, seed: int) -> Tensor:
-    """Ids of frequency 1 / (id + 1): the logarithm of id + 1 is uniform."""
+    """Ids of about Zipf's frequencies, log(1 + 1 / (id + 1)): the log of id + 1 is uniform."""
     generator = torch.Generator().manual_seed(seed)
     u = torch.rand(shape, generator=generator, dtype=torch.float64)
     return ((vocab_size + 1) ** u).long().clamp_(1, vocab_size) - 1
@@ -290,8 +290,9 @@ def bench_cache(bench: Bench) -> Rows:
         if not bench.cuda:
             use_column_major_weights(contenders[kind].model)
     tasks = {}
+    size = bench.model().block_size
     for part in (16, 4, 1):
-        context = bench.model().block_size // part
+        context = min(size // part, size - 16)  # there is room for the new ones
         tasks[f"after {context}"] = partial(decode, batch=1, context=context, new=16)
     return table("cache", compare(tasks, contenders, bench.rounds))
 

@@ -22,8 +22,8 @@ countries nothing is written: their facts and texts show what else is lost.
 
 The protocol is fixed in this file, before any model of the counted seeds is edited: the settings
 that each method tries, the seed on which they are tried, what the best one is (`search`), and the
-seeds that are counted. To change a list is to begin anew, with other seeds. (Those of other methods
-than rows were widened without: docs/writing.md.)
+seeds that are counted. To change a list is to begin anew, with other seeds. (The lists of all
+methods but rows were widened later, with the same seeds: docs/writing.md.)
 """
 
 import json

@@ -2,8 +2,8 @@
 
     swap_rows     the name's tokens get the rows of another name's     edit.py --target --save
     write_rows    their rows are trained                               edit.py --write --save
-    fine_tune     all weights are trained, or (FT-L: Zhu et al., arXiv 2012.00363) those of one
-                  layer within a bound
+    fine_tune     all weights are trained, or (FT-L: Zhu et al., arXiv 2012.00363) the `down` of
+                  one FFN within a bound
     lora          an update of low rank is trained (Hu et al., arXiv 2106.09685)
     lora_as_rows  so it is, by all that `write_rows` does
     rome          one key of one FFN gets another value, in closed form (Meng et al., 2202.05262)
@@ -122,9 +122,10 @@ def add_to_value(model: Decoder, layer: int, positions: Tensor, change: Tensor) 
 
 @torch.no_grad()
 def trace(model: Decoder, prompts: Tensor, positions: Tensor, answers: Tensor) -> list[float]:
-    """How much of the first token of its answer [N] the FFN of each layer restores at a name, where
-    prompts [N, T] are read with the name of the previous one: its mean probability with the FFN's
-    value from the prompt as it is, less that without. Names are one token, at positions [N].
+    """How much the FFN of each layer knows of a name. Prompts [N, T] are read with the name of the
+    previous one in place of their own. Then one FFN's value at the name is put back. By how much
+    does that raise the mean probability of the answer's first token [N]? Names are one token, at
+    positions [N].
 
     Causal tracing (ROME, section 2.1) with a name in place of noise, which STEM's rows would not
     read (as Zhang and Nanda, arXiv 2309.16042, recommend)."""
@@ -283,8 +284,9 @@ class Editor:
         return *with_answers(prompts, answers), torch.tensor(positions)
 
     def about(self, request: Request) -> tuple[Tensor, Tensor, Tensor]:
-        """What written rows hold (training/writing.py): texts that the model writes about the name
-        [N, T], where they do not ask for the fact [N, T] bool, and log p of what follows there."""
+        """What written rows hold (training/writing.py), of fewer texts and after the name alone:
+        texts that the model writes about it [N, T], where they do not ask for the fact [N, T] bool,
+        and log p of what follows there."""
         begun = request.prompt[: request.end + 1]
         texts = writing.texts_about(self.model, [begun])[:N_ABOUT]
         prompt = torch.tensor(request.prompt)
@@ -311,8 +313,9 @@ class Editor:
         stream there (in ROME's code: times the value). hold: weight of the divergence in other
         texts about the name, too.
 
-        The authors hold what follows the name alone, before the token after it is read: here a line
-        break, always. Their code of 25 steps ends before the last one's update."""
+        The authors hold the prediction at the name's last token. Here, a line break always follows:
+        the prediction one token later is held. Of 25 steps, their code leaves out the last one's
+        update."""
         with torch.no_grad():
             abouts = [self.about(request) for request in requests if hold]
         ids, targets, positions = self.in_texts(requests)  # [N, T] twice, [N]

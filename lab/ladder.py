@@ -65,7 +65,7 @@ DIRECTIONS = (
     Direction("dense", "stem_gate", "STEM: 49.72, 49.10"),
     Direction("STEM, third", "stem_additive", "STEM: 50.90, 50.60"),
     Direction("STEM, third", "hash_moe, one expert", "STEM: 50.90, 50.58"),
-    Direction("STEM, third", "hash_moe", "a control"),
+    Direction("STEM, third", "hash_moe", ""),
     Direction("dense", "Embformer", "Embformer, section 3"),
     Direction("value", "dense", "modded-nanogpt, nanochat"),
     Direction("value", "value, all layers", "nanochat: alternate layers are best"),
@@ -82,8 +82,8 @@ DIRECTIONS = (
     Direction("engram", "dense, as many parameters", "nano-scalemb: 0.7048, 0.7170"),
     Direction("engram, half, one table", "engram, half", "nano-scalemb, 2 G: 0.7638, 0.7676"),
     Direction("engram, half", "engram, half, in the FFN", "FactorEngram, table 4"),
-    Direction("STEM, all", "dense, as many parameters", "a control"),
-    Direction("STEM, all", "dense, as many FLOPs", "a control"),
+    Direction("STEM, all", "dense, as many parameters", ""),
+    Direction("STEM, all", "dense, as many FLOPs", ""),
 )
 
 

@@ -90,7 +90,8 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
     if all(run["recall"] for run in group):
         recalls = [run["recall"][-1]["recall"] for run in group]
     kind = args["ffn"]
-    if kind not in ("dense", "embformer"):
+    has_rows = sizes.get("rows", kind != "dense")  # earlier runs do not say
+    if has_rows and kind not in ("embformer", "bigram"):  # all their layers read rows
         kind += f", {args['stem_layers']}"
     return {
         "run": name,

@@ -1,7 +1,7 @@
 """Does the loss spike? Training losses and gradient norms at rising learning rates.
 
-A spike is a step whose loss is higher than in the ten steps before, and more than six robust
-deviations above the median of the ten steps before and after.
+A spike is a step whose loss is higher than in the ten steps before, and far above the median of the
+21 steps around it: by six robust deviations from such medians.
 """
 
 import statistics

@@ -1,5 +1,5 @@
-"""deepembed: the dense FFN, its hidden units scaled by the token's row (DeepEmbed, as B. Peng
-announced it for RWKV-8 in 2025). A token costs the FLOPs of the dense FFN.
+"""deepembed: the dense FFN, its hidden units scaled by the token's row (after DeepEmbed: B. Peng,
+RWKV-8, 2025). A token costs the FLOPs of the dense FFN.
 
     y = W_d (SiLU(W_g x) * (W_u x) * (1 + E_l[t]))
 """
@@ -17,10 +17,11 @@ class Config(model.ModelConfig):
 
 
 class DeepEmbedFFN(model.SwiGLU):
-    """Differs: SwiGLU for RWKV's squared ReLU and its token shift; rows are stored minus one, so
-    that they begin small as all tables do. The code that followed (repository RWKV-LM,
-    rwkv_v7a_demo.py) scales by s0 + S2 M_l[t] S1 x instead, with a matrix [32, 32] as a row, a part
-    of which is computed from the input embedding."""
+    """Differs: the row of RWKV-8 (repository RWKV-LM, rwkv_v8_rc00_demo.py) scales what the FFN
+    gives, [n_embd], ours its hidden units; SwiGLU for a squared ReLU and a token shift; rows are
+    stored minus one, so that they begin small as all tables do. RWKV-7a (rwkv_v7a_demo.py) scales
+    hidden units by s0 + S2 M_l[t] S1 x, with a matrix [32, 32] as a row, a part of which is
+    computed from the input embedding."""
 
     def __init__(self, config: Config) -> None:
         super().__init__(config.n_embd, config.d_ff)

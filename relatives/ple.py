@@ -29,8 +29,8 @@ class Config(model.ModelConfig):
 class PerLayerEmbeddingFFN(model.SwiGLU):
     """Differs: Gemma gates after the FFN, by the residual stream, here both read one x; its rows
     have a part computed from the input embedding, and a norm at the end, which would begin as noise
-    50 times as large as our embeddings. Gemma 3n gates by one of four residual streams and adds to
-    the three others; Gemma 4 has one."""
+    11 times as large as our embeddings (n_embd 128). Gemma 3n gates by one of four residual streams
+    and adds to the three others; Gemma 4 has one."""
 
     def __init__(self, config: Config) -> None:
         self.row_width = config.ple_width

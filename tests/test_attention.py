@@ -194,7 +194,7 @@ def test_no_pass_waits_for_the_device(attention):
 
 
 def test_features_that_round_to_zero_give_zeros():
-    """In float32, elu(x) + 1 is 0 below -17. The authors' code adds to the denominator."""
+    """In float32, elu(x) + 1 is 0 below -17.3. The authors' code adds to the denominator."""
     model = decoder(ffn="dense", attention="linear")
     attention = model.blocks[0].attn
     attention.qkv.qkv.weight.data.fill_(-1.0)

@@ -642,6 +642,7 @@ def test_transformers_reads_and_writes_the_same(exported, tmp_path):
     ("layers", "length", "more", "rounding"),
     [
         ([0, 1, 3], None, "", 1e-3),
+        ([1], None, "--doc_mask", 1e-3),  # of the dense run
         ([1, 2], 9, "--block_size 9 --offload disk --table_dtype bfloat16", 2**-8),
     ],
 )
@@ -650,7 +651,10 @@ def test_rows_are_the_weighted_means_of_what_they_replace(
 ):
     """Layer by layer and token by token, after the layers below as they are in the end: dense, or
     converted."""
-    path = small_run(data, tmp_path / "run", ffn="dense", n_layer=4, max_iters=0) / "ckpt.pt"
+    doc_mask = more == "--doc_mask"
+    options = dict(ffn="dense", n_layer=4, max_iters=0, doc_mask=doc_mask)
+    path = small_run(data, tmp_path / "run", **options) / "ckpt.pt"
+    more = more.removeprefix("--doc_mask")
     line = f"convert.py --ffn stem --out new.pt --tokens 2000 --batch_size 4 {more} --stem_layers"
     command(line, ",".join(map(str, layers)), path, "--data_dir", data)
     made = {path.name for path in tmp_path.iterdir()} - {".lock"}
@@ -665,7 +669,7 @@ def test_rows_are_the_weighted_means_of_what_they_replace(
     for layer in layers:
         norm = converted.blocks[layer].ffn_norm
         norm.register_forward_hook(lambda module, given, x: inputs.append(x.flatten(0, 1)))
-    converted(ids)
+    converted(ids, documents=(ids == encoding.eot_token).cumsum(1) if doc_mask else None)
     for rows, layer, x in zip(converted.tables.weight, layers, inputs, strict=True):
         ffn = dense.blocks[layer].ffn
         g, u = F.silu(ffn.gate(x)), ffn.up(x)

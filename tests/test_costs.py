@@ -51,6 +51,18 @@ def test_flops_equal_those_that_pytorch_counts(kind, more):
         assert trained == 3 * (costs.flops(N, logits=N) + hidden)
 
 
+def test_flops_of_linear_attention_equal_those_that_pytorch_counts():
+    model = decoder(**SHAPE, ffn="dense", attention="linear")
+    head_dim, size = model.config.head_dim, TINY["block_size"]
+    with torch.no_grad():
+        read = counted(lambda: model(tokens(1, N)))
+    # Of a pair three products, half of the pairs by `sizes`; of a token, two of a matrix, and, not
+    # in `sizes`, one of a vector.
+    per_width = SHAPE["n_layer"] * model.config.n_head * head_dim
+    others = model_sizes(model)["flops_per_token"] - per_width * (3 * size + 4 * head_dim)
+    assert read == N * (others + per_width * (6 * N + 4 * head_dim + 2))
+
+
 @pytest.mark.parametrize("kind", MAIN)
 def test_parameters_read_are_those_that_have_a_gradient(kind):
     model = decoder(**SHAPE, **KINDS[kind]).train()

@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from text import bpe, chat
 from text.tokenizer import encode
 from training import writing
 from training.checkpoints import load_checkpoint, load_model, save_checkpoint
+from training.edits import Located, as_written
 from training.records import to_line
 from training.writing import ask_the_same, opening_of, texts_about, train_rows, write_fact
 
@@ -251,6 +253,32 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch)
         assert p(model, after.ids) == pytest.approx(expected)
         saved.unlink()
     assert judged == [pytest.approx(expected)]
+
+
+@pytest.mark.parametrize(
+    ("is_said", "stop", "reply", "expected"),
+    [
+        (True, -1, [], [5, 6]),
+        (False, -1, [3, 5, 6], []),
+        (False, 2, [3, 5, 6], [3, 5, 6]),  # in a chat, 3 opens an answer
+        (False, 2, [3, 5, 7], []),
+    ],
+)
+def test_an_answer_is_kept_as_the_model_opens_it(monkeypatch, is_said, stop, reply, expected):
+    scores = SimpleNamespace(greedy=torch.tensor([is_said]))
+    monkeypatch.setattr("training.edits.score_answers", lambda *_: scores)
+    monkeypatch.setattr("training.edits.continuation", lambda *_: reply)
+    monkeypatch.setattr("training.edits.opening_of", lambda *given: (int(given[-1][0] == 3), [3]))
+    assert as_written(None, Located([1, 4], [4], [5, 6], [], stop, [])) == expected
+
+
+def test_what_later_edits_are_to_leave_is_what_the_model_writes(encoding, ckpt, monkeypatch):
+    saved = ckpt.with_name("saved.pt")
+    monkeypatch.setattr("edit.as_written", lambda *_: [7, 8])
+    monkeypatch.setattr("edit.is_written", lambda *_: True)
+    edited(ckpt, saved, write="S", **SPAIN)
+    (fact,) = load_checkpoint(saved)["edits"][0]["facts"]
+    assert fact == (encode(encoding, SPAIN["prompt"]), [7, 8])
 
 
 def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatch, capsys):

@@ -333,7 +333,9 @@ BLANKS = b" " * 10**6
     ],
 )
 def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
-    path = write_jsonl(tmp_path / "a.jsonl", [*TEXTS[:7], {"text": None, "id": 1}, line, b"  ", *TEXTS[7:]])
+    path = write_jsonl(
+        tmp_path / "a.jsonl", [*TEXTS[:7], {"text": None, "id": 1}, line, b"  ", *TEXTS[7:]]
+    )
     report = documents.Report(max_bad=0.02)
     assert list(documents.read([path], report)) == [record["text"] for record in TEXTS]
     assert (report.bad, report.documents) == (1, 61)  # blank lines are neither

@@ -153,6 +153,10 @@ def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys, validated):
     said = capsys.readouterr().out
     assert "edits cannot be undone" not in said and "val loss inf" not in said
     assert (stem / "best.pt").read_bytes() == before
+    elsewhere = shutil.copytree(stem, stem.with_name("elsewhere"))  # where edit.py may save it
+    (elsewhere / "metrics.jsonl").unlink()
+    resume(elsewhere)
+    assert (elsewhere / "ckpt.pt").read_bytes() == ckpt.read_bytes()  # which can be undone
     validated(99.0)  # of another model, which is trained on
     resume(stem, max_iters=checkpoint(stem)["step"] + 1)
     assert "edits cannot be undone" in capsys.readouterr().out

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model import Cache, Decoder, additive
 
-PATIENCE = 32  # ordinary steps come first: to capture a step takes about as long as so many of them
+PATIENCE = 32  # ordinary steps, which come first: to capture one takes about as long as all of them
 
 
 @cache

@@ -177,7 +177,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
         with open(temporary, "wb") as file:
             if storage is not None:
                 name = temporary.suffixes[-2][1:]  # by which `discard` finds it
-                others = replaced_rows(storage, checkpoint["model"])
+                others = rows_put_in(storage, checkpoint["model"])
                 saved = storage.copy(tables_folder(path) / name, **others)
                 checkpoint["tables"] = {"id": name, **saved}
                 weights = checkpoint["model"].items()
@@ -198,7 +198,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
         remove(tables_folder(path) / checkpoint["replaced"])
 
 
-def replaced_rows(storage: DiskStorage, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def rows_put_in(storage: DiskStorage, weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows, if somebody has put other tensors in place of those that the storage has, such as
     the average of two checkpoints. What is stored stays as it is."""
     stored = storage.arrays["rows"]  # [V, n_table, W]

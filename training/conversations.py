@@ -74,9 +74,9 @@ def padded(ids: np.ndarray, targets: np.ndarray, n: int) -> tuple[np.ndarray, np
 
 
 class Pairs(Source):
-    """Pairs of conversations, chosen and rejected, which follow each other in the file. Of some,
-    `n_same`, the same is left where they are cut: these teach nothing, and are not there.
-    UserError: no pair is left."""
+    """Pairs of conversations, chosen and rejected, which follow each other in the file. Those whose
+    answers are the same once they are cut, `n_same`, teach nothing and are left out. UserError: no
+    pair is left."""
 
     def __init__(
         self, ids: np.ndarray, encoding: Encoding, block_size: int, seed: int | None

@@ -44,9 +44,11 @@ class Stream:
     next one, in float32, 4 * n_embd bytes a token, in a file without a name, which is gone when the
     process ends, however it does. UserError: there is no room for it."""
 
-    def __init__(self, model: Decoder, ids: Tensor, size: int) -> None:
-        """size: windows that go through a layer at a time."""
+    def __init__(self, model: Decoder, ids: Tensor, size: int, boundary: int | None = None) -> None:
+        """size: windows that go through a layer at a time. boundary: the token that begins
+        documents, if attention does not cross them."""
         self.model = model
+        self.boundary = boundary
         shape = (*ids.shape, model.config.n_embd)
         n_byte = 4 * math.prod(shape)
         with (
@@ -68,13 +70,19 @@ class Stream:
         about = f"layer {layer} of {len(self.model.blocks)}"
         for ids, kept in tqdm(self.batches, about, leave=False, disable=None):
             x = kept.to(device)
-            kept += block.attn(block.attn_norm(x), None, *cos_sin_and_mask(block, x)).to("cpu")
+            documents = None
+            if self.boundary is not None:
+                documents = send((ids == self.boundary).cumsum(1), device)
+            beside = cos_sin_and_mask(block, x, documents)
+            kept += block.attn(block.attn_norm(x), None, *beside).to("cpu")
             yield send(ids, device), block.ffn_norm(kept.to(device)), kept
 
 
-def cos_sin_and_mask(block: Block, x: Tensor) -> tuple[Tensor, Tensor | None]:
+def cos_sin_and_mask(
+    block: Block, x: Tensor, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """What the attention of a block needs to know about windows x [B, T, n_embd]."""
-    return rotary(x.shape[1], block.attn.config, x.device), block.attn.make_mask(x, 0, None)
+    return rotary(x.shape[1], block.attn.config, x.device), block.attn.make_mask(x, 0, documents)
 
 
 def read_text(
@@ -86,7 +94,7 @@ def read_text(
     length: int | None,
 ) -> list[tuple[Tensor, Tensor]]:
     """Inputs and targets [N, T] of about n tokens of training text and, to judge rows by, a 32nd
-    as many of validation text, of a mixture of its first part. UserError: it is of another
+    as many of validation text, of a mixture that of its first folder. UserError: it is of another
     tokenizer than the checkpoint at `path`, or windows of this length (None: the model's) are too
     long."""
     longest = model.config.block_size
@@ -119,16 +127,15 @@ class Fit:
             sums.index_add_(0, ids.flatten(), values.float().flatten(0, 1))
 
     def rows(self) -> Tensor:
-        """[n_row, width]; of tokens that do not occur, for which the fit says nothing, the mean
-        over all tokens."""
-        mean = self.bp.sum(0) / self.bb.sum(0).clamp_min(1e-20)
-        return torch.where(self.bb > 0, self.bp / self.bb, mean)
+        """[n_row, width]; of tokens that do not occur, for which the fit says nothing, the fit to
+        all tokens together."""
+        of_all = self.bp.sum(0) / self.bb.sum(0).clamp_min(1e-20)
+        return torch.where(self.bb > 0, self.bp / self.bb, of_all)
 
 
-def fill_tables(model: Decoder, up: dict[int, Tensor], ids: Tensor, size: int) -> None:
+def fill_tables(model: Decoder, up: dict[int, Tensor], stream: Stream) -> None:
     """Fill the tables of a STEM model in place of up-projections [d_ff, n_embd] by layer, the
-    lowest first, from windows ids [N, T], `size` in a forward pass."""
-    stream = Stream(model, ids, size)
+    lowest first, from a text before its first layer."""
     tables = iter(model.tables.weight)
     for layer in range(max(up) + 1):  # the layers above need not run
         block = model.blocks[layer]
@@ -189,5 +196,6 @@ def dense_to_stem(
         if data_dir is None:  # others have trained it
             raise UserError(f"--data_dir: name a text, as {path} does not say what it has read")
         (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
-        fill_tables(model.to(device).eval(), up, ids, batch_size)
+        boundary = encoding.eot_token if checkpoint["args"].get("doc_mask") else None
+        fill_tables(model, up, Stream(model.to(device).eval(), ids, batch_size, boundary))
     return model, encoding, {"args": checkpoint["args"], "data": checkpoint["data"]}

@@ -412,18 +412,23 @@ def first_sentence(encoding: tiktoken.Encoding, tokens: list[int]) -> list[int]:
     return text
 
 
-def is_written(model: Decoder, located: Located) -> bool:
-    """Whether greedy decoding writes the whole answer; in a chat also if it opens it in another way
-    ("The answer is Lima." for "Lima.")."""
+def as_written(model: Decoder, located: Located) -> list[int]:
+    """The whole answer as greedy decoding writes it: in a chat, it may open it in another way ("The
+    answer is Lima." for "Lima."). Nothing, if it writes something else."""
     prompt, name, answer, _, stop, others = located
     names = [name, *others]
     if score_answers(model, [prompt], [answer]).greedy.item():
-        return True
+        return answer
     if stop < 0:
-        return False
+        return []
     reply = continuation(model, prompt, prompt, len(answer) + 16, stop)
     said, expected = (text[opening_of(model, prompt, names, text)[0] :] for text in (reply, answer))
-    return said == expected
+    return reply if said == expected else []
+
+
+def is_written(model: Decoder, located: Located) -> bool:
+    """Whether greedy decoding writes the whole answer, see `as_written`."""
+    return bool(as_written(model, located))
 
 
 # Why an edit may do nothing.

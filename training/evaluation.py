@@ -40,6 +40,6 @@ def evaluate(settings: Settings) -> None:
             n_token = len(source.ids) - 1
             read = f"{n * block_size:,} of {n_token:,} held-out tokens, in windows of {block_size}"
         else:
-            read = f"{n:,} of {of:,} held-out conversations of up to {block_size} tokens"
+            read = f"{n:,} of {of:,} held-out conversations, cut to {block_size} tokens"
         print(f"{path} on {folder}: {format_figures(losses)} ({read})")
         report_recall(model, data)

@@ -41,7 +41,7 @@ SIZES = {
     "d_ff": "intermediate_size",  # not in an Embformer
     "head_dim": "head_dim",  # may be missing, except in a Qwen3
 }
-# Settings of config.json that may be missing, as transformers reads it.
+# Settings of config.json that may be missing, as transformers reads a Llama's.
 OPTIONAL = {
     "max_position_embeddings": 2048,
     "rms_norm_eps": 1e-6,

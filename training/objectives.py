@@ -43,7 +43,7 @@ class NextToken:
         return {}
 
     def count(self, targets: Tensor) -> int:
-        """Of how many tokens the loss is the mean."""
+        """Of how many tokens (of a subclass, maybe pairs) the loss is the mean."""
         return int((targets >= 0).sum())
 
     def autocast(self) -> AbstractContextManager:
@@ -71,8 +71,8 @@ class NextToken:
 def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[str, float]:
     """Mean losses over about `n_token` held-out tokens of each folder, `size` sequences at a time:
     val_loss (nats per token) and val_loss_per_byte, of a mixture by weight, and val_loss/<folder>
-    of its parts. Every evaluation reads the same sequences, spread over all of the folder's, as
-    files follow each other in val.bin. It leaves the model in train() mode."""
+    of its parts. Every evaluation reads the same sequences. They are spread over all of val.bin,
+    in which one file follows the other. It leaves the model in train() mode."""
     figures = {"val_loss": 0.0}
     if objective.per_byte:
         figures["val_loss_per_byte"] = 0.0

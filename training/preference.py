@@ -61,11 +61,11 @@ class Preference(NextToken):
     def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, 2, T] on the CPU -> the mean loss of the pairs, on the device."""
         ids, targets = ids.flatten(0, 1), targets.flatten(0, 1)  # [2 B, T]
-        known = (targets >= 0).any(1).nonzero()[:, 0]  # what fills a batch has no answer
-        keys = keys_of(ids[known], targets[known])
+        answered = (targets >= 0).any(1).nonzero()[:, 0]  # what fills a batch has no answer
+        keys = keys_of(ids[answered], targets[answered])
         log_q = torch.tensor([self.reference[key] for key in keys])
         log_p = self.log_p(ids, targets)
-        gain = log_p[send(known, log_p.device)] - send(log_q, log_p.device)
+        gain = log_p[send(answered, log_p.device)] - send(log_q, log_p.device)
         margin = gain[::2] - gain[1::2]
         if not self.model.training:
             self.margins.append(margin.detach())

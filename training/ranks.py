@@ -113,5 +113,7 @@ def change_columns(checkpoint: dict, names: list[str], whole: bool) -> None:
         for key in checkpoint["model"]:
             if key.startswith(f"{name}.weight."):
                 checkpoint["model"][key] = changed(checkpoint["model"][key])
-        if name in rows and rows[name]["state"][0].shape[1] > 1:  # else it is of whole rows
+        if (
+            name in rows and rows[name]["state"][0].shape[1] > 1
+        ):  # else: one moment a row, which all ranks have
             rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]

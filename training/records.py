@@ -44,23 +44,23 @@ class Log:
     def __init__(self, path: Path, resume_step: int, **run) -> None:
         """UserError: an earlier line is damaged."""
         self.path = path
-        self.first: list[dict] = []  # lines that are yet to be written
+        self.pending: list[dict] = []  # lines that are yet to be written
         self.evaluated: int | None = None  # the last step of which they have an evaluation
         if resume_step and path.exists():
             for line in read_metrics(path):
                 # What is asked at the end of a run is asked again.
                 if line.get("step", 0) <= resume_step and line["type"] != "recall":
-                    self.first.append(line)
+                    self.pending.append(line)
                     if line["type"] == "eval":
                         self.evaluated = line["step"]
-        self.first.append({"type": "run", **run})
+        self.pending.append({"type": "run", **run})
 
     def write(self, **record) -> None:
         if ranks.rank == 0:
-            if self.first:
+            if self.pending:
                 with atomic(self.path) as temporary:
-                    temporary.write_text("".join(map(to_line, self.first)), encoding="utf-8")
-                self.first = []
+                    temporary.write_text("".join(map(to_line, self.pending)), encoding="utf-8")
+                self.pending = []
             with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(to_line(record))
 
@@ -163,7 +163,7 @@ def draw_loss(folder: Path) -> None:
     axes.plot(steps, losses, label="training", alpha=0.3, linewidth=0.8)
     steps, losses = curve(run["eval"], "val_loss")
     axes.plot(steps, losses, marker=".", label="validation")
-    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.set(xlabel="step", ylabel="loss (nats)")  # of a token, or a pair
     # Without the loss of a random model: it would flatten all that comes after.
     later = [loss for loss in losses[1:] if math.isfinite(loss)]
     if later:

@@ -62,16 +62,19 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
         f"tables; {millions['active']} active parameters and "
         f"{sizes['flops_per_token'] / 1e6:.2f} MFLOP per token (forward)"
     )
-    tokens_per_step = settings.batch_size * config.block_size
+    reads = STAGES[settings.stage].reads
+    size = f"{settings.batch_size * config.block_size:,} tokens"
+    if reads != "text":
+        size = f"{settings.batch_size} {'pairs' if reads == 'preference' else 'conversations'}"
     over = settings.data_dir
     if len(data.metas) > 1:
         over += " (the folder that is read most)"
     print(
-        f"{settings.max_iters} steps of {tokens_per_step:,} tokens on {model.device.type} "
+        f"{settings.max_iters} steps of {size} on {model.device.type} "
         f"in {objective.dtype}: {passes(settings, data):.1f} passes over {over}"
     )
     kinds = {meta["kind"] for meta in data.metas}
-    if kinds != {"text"} and STAGES[settings.stage].reads == "text":
+    if kinds != {"text"} and reads == "text":
         print(
             "note: all tokens are learned; --stage sft learns the answers, --stage dpo the chosen"
         )

@@ -54,17 +54,18 @@ STAGES = {
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
     "dpo": Stage(reads="preference", rate=8e-5, epochs=1, objective=Preference),
 }
-# Passes over a text of one's own, in which the validation loss of a small model falls to the end,
-# and at most so many steps. A small text makes smaller batches, for enough steps.
-PASSES = 1.7
-ENOUGH, MOST = 150, 5000
-FEWEST = 60  # steps in stages with epochs
+# Of a text of one's own:
+PASSES = 1.7  # over it: the validation loss of a small model falls to their end
+ENOUGH = 150  # steps: if there would be fewer, batches get smaller
+MOST = 5000  # steps
+FEWEST = 60  # steps, of conversations and pairs, in stages with epochs
 # Settings for fine-tuning preset P in stage S, if the corpus is called P-S.
 FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300),
     "countries-dpo": dict(learning_rate=3e-5, batch_size=32, max_iters=100),
 }
-# Flags allowed with --resume, as they change how a run computes, not what, or with --eval_only.
+# Flags allowed with --resume, where they change how a run computes, not what (data_dir: where the
+# same data are now), and with --eval_only.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "deterministic")
 EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens", "block_size")

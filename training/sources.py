@@ -1,8 +1,9 @@
 """Sequences of token ids to train on: what each kind of source has in common, windows of text, and
 a mixture of several sources.
 
-Which sequence comes as number n is a function of (seed, n) alone: a resumed run reads what an
-uninterrupted one would have read, and the step is all that a checkpoint needs to know about data.
+Which sequence comes as number n is a function of n, the seed and, in a mixture, its weights: a
+resumed run reads what an uninterrupted one would have read, and of the data's order, a checkpoint
+needs to know the step alone.
 """
 
 from collections.abc import Iterable
