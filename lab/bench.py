@@ -292,7 +292,7 @@ def bench_cache(bench: Bench) -> Rows:
     tasks = {}
     size = bench.model().block_size
     for part in (16, 4, 1):
-        context = min(size // part, size - 16)  # there is room for the new ones
+        context = min(size // part, max(0, size - 16))  # leaves room for the new ones
         tasks[f"after {context}"] = partial(decode, batch=1, context=context, new=16)
     return table("cache", compare(tasks, contenders, bench.rounds))
 
