@@ -129,7 +129,7 @@ def test_names_are_those_of_countries_where_the_text_is_about_them(data, tmp_pat
 def test_rows_of_n_grams_are_not_edited(data, tmp_path):
     ckpt = small_run(data, tmp_path, ffn="engram", max_iters=1) / "ckpt.pt"
     for line in (["edit.py", "--ckpt", ckpt, *EDIT], ["lab/analyze.py", "edits", ckpt]):
-        assert "rows of n-grams" in refused(*line)
+        assert "rows that do not belong to one token" in refused(*line)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def check_editable(model: Decoder) -> None:
     if not recall.has_own_rows(model):
         what = "no tables to edit"
         if len(model.tables.weight):
-            what = "rows of n-grams or hashes, which do not belong to one name"
+            what = "rows that do not belong to one token each (of n-grams, hashes)"
         raise UserError(f"--ckpt is a model that has {what}")
     kind = type(model.tables)
     if kind.__module__.partition(".")[0] in ("tables", "offload"):
