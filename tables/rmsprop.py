@@ -149,7 +149,8 @@ class RowRMSprop:
 
     def state_dict(self) -> dict:
         self.tables.flush()
-        return {"state": self.state, "last": self.last, "steps": self.steps}
+        # `last` is copied, as `steps` is: they belong together when somebody goes back to this.
+        return {"state": self.state, "last": self.last.clone(), "steps": self.steps}
 
     def load_state_dict(self, saved: dict) -> None:
         """UserError: its moments are of other tables, or of another kind."""

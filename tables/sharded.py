@@ -86,6 +86,7 @@ def shard(tables: ResidentTables) -> Tables:
     """This rank's columns of an embedding, which it has as a whole."""
     mine = sharded(ResidentTables)(1, tables.n_row, columns_per_rank(tables.width))
     mine.weight[0].data = my_columns(tables.weight[0].data).clone()
+    mine.requires_grad_(not tables.frozen)
     return mine
 
 

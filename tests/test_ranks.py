@@ -19,14 +19,18 @@ from conftest import (
     shorten,
     user_error,
 )
+from naive import decoder
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import train
+from tables.tables import ResidentTables
 from training import ranks
 from training.batches import Data
 from training.checkpoints import load_checkpoint
+from training.placement import check_own
 from training.records import read_run
+from training.settings import Settings
 
 TOLERANCE = 1e-5  # a mean over a row is a sum over ranks, in another order
 # Of the 5 rows to evaluate, the last one is read while one of two ranks has none.
@@ -56,6 +60,37 @@ class FFN(model.SwiGLU):
 class Decoder(model.Decoder):
     def make_block(self, layer):
         return model.Block(self.config, layer, model.LinearQKV(self.config), FFN(self.config))
+"""
+
+
+# Rows are trained alone, and not those of the embedding.
+FROZEN = """
+import model
+
+
+class Decoder(model.Decoder):
+    def __init__(self, config, *tables):
+        super().__init__(config, *tables)
+        self.requires_grad_(False)
+        self.wte.requires_grad_(False)
+"""
+
+
+# Of rows of two numbers, each rank has one.
+NARROW = """
+import model
+
+
+class FFN(model.SwiGLU):
+    row_width = 2
+
+    def forward(self, x, rows):
+        return super().forward(x, None) * (1 + rows.sum(-1, keepdim=True))
+
+
+class Decoder(model.Decoder):
+    def row_ffn(self, config):
+        return FFN(config.n_embd, config.d_ff)
 """
 
 
@@ -120,14 +155,19 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, add
     another number of processes. Only norms are sums in another order, so nothing is clipped.
     At the end a rank dies, and with it the other, whose checkpoint stays."""
     add_relative("experts", EXPERTS)
+    add_relative("frozen", FROZEN)
+    add_relative("narrow", NARROW)
     base = dict(RUN, device_batch_size=2, grad_clip=0.0)
     text = dict(base, **SHAPE, data_dir=str(data))
     sft = dict(base, init_from=str(stem_ckpt), data_dir=str(chat), stage="sft")
+    narrow = dict(text, table_state="number")
     whole = [
         dict(text, out_dir="stem"),
         dict(text, out_dir="embformer", ffn="embformer"),
         dict(text, out_dir="disk", offload="disk", stem_layers="all"),
         dict(text, out_dir="experts", ffn="experts"),
+        dict(text, out_dir="frozen", ffn="frozen"),
+        dict(narrow, out_dir="narrow", ffn="narrow"),
         dict(sft, out_dir="sft"),
         dict(sft, out_dir="dpo", stage="dpo", data_dir=str(pairs), learning_rate=1e-3),
     ]
@@ -181,6 +221,17 @@ def test_what_several_processes_cannot_share_is_one_line(
     given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
     with user_error(said):
         train.start(train.resolve_settings(**given), {}, Data(str(data), "text", 32, 1, 99), None)
+
+
+def test_further_tables_of_a_relative_are_refused_whose_columns_would_be_lost(monkeypatch):
+    model = decoder(ffn="stem")
+    model.more = ResidentTables(1, 23, 4)
+    check_own(model, Settings(model=model.config), torch.device("cpu"))
+    monkeypatch.setattr(ranks, "size", 2)
+    for tables in (model.tables, model.more):
+        tables.n_rank = 2
+    with user_error("`more`, train in one process only"):
+        check_own(model, Settings(model=model.config), torch.device("cpu"))
 
 
 def test_a_rank_does_not_ask_for_the_folder_that_rank_0_may_have_deleted(

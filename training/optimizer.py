@@ -220,4 +220,5 @@ class Optimizer:
         for group, rate in zip(self.adamw.param_groups, rates, strict=False):
             group["lr"] = rate
         for name, rmsprop in self.rmsprops.items():
-            rmsprop.load_state_dict(state["rows"][name])
+            if name in state["rows"]:  # else it was frozen
+                rmsprop.load_state_dict(state["rows"][name])

@@ -91,5 +91,5 @@ def check_own(model: Decoder, settings: Settings, device: torch.device) -> None:
             raise UserError(f"--offload {settings.offload} does not reach {own}: leave it out")
         if dtype not in (torch.float32, tables.weight[0].dtype):
             raise UserError(f"--table_dtype does not reach {own}: leave it out")
-        if tables.n_rank != ranks.size:
+        if tables.n_rank != ranks.size or (ranks.size > 1 and name != "tables"):
             raise UserError(f"{own}, train in one process only")

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from model import Decoder
 from tables import sharded
@@ -60,10 +59,12 @@ def leave(code: int) -> None:
 
 def add_up(*tensors: Tensor) -> None:
     """Sum tensors over the ranks, in place, in one message."""
-    if size > 1:
-        flat = parameters_to_vector(tensors)
+    if size > 1 and tensors:
+        flat = torch.cat([tensor.flatten() for tensor in tensors])
         dist.all_reduce(flat)
-        vector_to_parameters(flat, tensors)
+        parts = flat.split([tensor.numel() for tensor in tensors])
+        for tensor, total in zip(tensors, parts, strict=True):
+            tensor.copy_(total.view(tensor.shape))
 
 
 def wait(number: int = 0) -> int:
@@ -113,7 +114,6 @@ def change_columns(checkpoint: dict, names: list[str], whole: bool) -> None:
         for key in checkpoint["model"]:
             if key.startswith(f"{name}.weight."):
                 checkpoint["model"][key] = changed(checkpoint["model"][key])
-        if (
-            name in rows and rows[name]["state"][0].shape[1] > 1
-        ):  # else: one moment a row, which all ranks have
+        # Else one moment a row, which all ranks have.
+        if name in rows and checkpoint["args"]["table_state"] == "number":
             rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]

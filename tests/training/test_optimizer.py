@@ -1,5 +1,6 @@
 """The loss scaler against PyTorch's, and parameters that another optimizer trains."""
 
+import copy
 import random
 from unittest.mock import Mock
 
@@ -208,3 +209,31 @@ def test_what_adamw_cannot_train_is_not_left_out():
         optimizer = optimizer_of(model)
         (model(IDS, IDS)[1] + model.turn.abs().sum()).backward()
         optimizer.step(fraction=1.0)
+
+
+def test_state_is_loaded_without_that_of_tables_that_were_frozen():
+    model = small()
+    model.tables.requires_grad_(False)
+    state = optimizer_of(model).state_dict()
+    model.tables.requires_grad_(True)
+    optimizer = optimizer_of(model)
+    optimizer.load_state_dict(state)
+    assert not optimizer.rmsprops["tables"].last.any()
+
+
+def test_who_goes_back_in_memory_goes_on_from_there():
+    model = small()
+    optimizer = optimizer_of(model)
+
+    def train(n: int) -> None:
+        for _ in range(n):
+            model(IDS, IDS)[1].backward()
+            optimizer.step(fraction=1.0)
+
+    train(3)
+    weights, state = copy.deepcopy(model.state_dict()), optimizer.state_dict()
+    last = state["rows"]["tables"]["last"].tolist()
+    train(5)
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    assert optimizer.rmsprops["tables"].last.tolist() == last
