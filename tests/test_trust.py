@@ -207,6 +207,37 @@ def test_the_removal_of_a_run_may_be_cut_off(on_disk, data, tmp_path, monkeypatc
     assert left  # the last one was not cut off
 
 
+def test_a_run_is_removed_with_all_tables_of_its_checkpoints(out):
+    command(f"edit.py --ckpt ckpt.pt {EDIT} --save best.pt", cwd=out)
+    folders.remove_run(out)
+    assert {path.name for path in contents(out)} <= {".lock"}
+
+
+def test_what_a_killed_writer_left_goes_when_it_writes_again(out, monkeypatch):
+    saved = load_checkpoint(out / "ckpt.pt")
+
+    def cut(path: Path) -> None:
+        if path.exists():
+            raise PowerCut
+
+    with monkeypatch.context() as patch, contextlib.suppress(PowerCut):
+        patch.setattr(checkpoints, "remove", cut)
+        write_checkpoint(out / "ckpt.pt", saved)
+    assert len(snapshots(out)) == 2
+    write_checkpoint(out / "ckpt.pt", saved)
+    assert len(snapshots(out)) == 1
+
+
+def test_what_is_written_stays_with_who_has_it(data, tmp_path):
+    """Also moments that lie beside the rows, and are written with them."""
+    given = dict(max_iters=1, offload="disk", table_state="number")
+    saved = load_checkpoint(small_run(data, tmp_path, **given) / "ckpt.pt")
+    for name in ("one.pt", "other.pt"):
+        write_checkpoint(tmp_path / name, saved)
+        state = load_checkpoint(tmp_path / name)["optimizer"]["rows"]["tables"]["state"]
+        assert all(map(torch.equal, state, saved["optimizer"]["rows"]["tables"]["state"]))
+
+
 def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path):
     out = interrupted(data, tmp_path / "killed", 9, offload="disk", eval_interval=4)
     live = folders.live_tables(out)

@@ -172,7 +172,10 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     checkpoint["tables"] = None
     checkpoint["replaced"] = None  # the tables of the checkpoint that was there
     with contextlib.suppress(UserError):
-        checkpoint["replaced"] = snapshot_of(read_checkpoint(path))
+        there = read_checkpoint(path)
+        checkpoint["replaced"] = snapshot_of(there)
+        if there["replaced"] not in (None, checkpoint["replaced"]):  # which a crash has left
+            remove(tables_folder(path) / there["replaced"])
     with atomic(path, discard) as temporary:
         with open(temporary, "wb") as file:
             if storage is not None:
@@ -183,8 +186,10 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
                 weights = checkpoint["model"].items()
                 checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
                 if "state" in storage.arrays and "optimizer" in checkpoint:
-                    rows = checkpoint["optimizer"]["rows"]
-                    rows["tables"] = {**rows["tables"], "state": None}
+                    optimizer = checkpoint["optimizer"]  # the caller's, which stays as it is
+                    rows = optimizer["rows"]
+                    rows = {**rows, "tables": {**rows["tables"], "state": None}}
+                    checkpoint["optimizer"] = {**optimizer, "rows": rows}
             try:
                 torch.save(checkpoint, file)
             except RuntimeError as error:

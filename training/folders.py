@@ -44,8 +44,9 @@ def has_run(out_dir: Path) -> bool:
 
 def remove_run(out_dir: Path) -> None:
     """Delete the files of an earlier run. The caller must hold the lock."""
-    path = out_dir / "ckpt.pt"
-    if not path.is_symlink():  # to another run's
+    for path in (out_dir / "ckpt.pt", out_dir / "best.pt"):
+        if path.is_symlink():  # to another run's
+            continue
         with contextlib.suppress(UserError):
             snapshot = snapshot_of(read_checkpoint(path))
             if snapshot:  # before the file that names it, in case this is cut off
