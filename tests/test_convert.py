@@ -62,7 +62,7 @@ CONFIG = {
     "bos_token_id": 1,
 }
 EMBFORMER = CONFIG | {"model_type": "embformer", "head_dim": 8, "use_channel_shift": True}
-del EMBFORMER["intermediate_size"]
+EMBFORMER["intermediate_size"] = None  # it has none
 QWEN2 = CONFIG | {"model_type": "qwen2"}
 QWEN3 = CONFIG | {"model_type": "qwen3", "head_dim": 12}
 SLOW = {

@@ -116,6 +116,14 @@ def test_what_the_decoder_cannot_take_is_an_error():
             use()
 
 
+@pytest.mark.parametrize(
+    "scaling", [[8.0, 1.0, 4.0], [8.0, 0.0, 4.0, 64.0], [8.0, 1.0, 4.0, math.inf]]
+)
+def test_rotations_are_slowed_down_by_four_positive_numbers(scaling):
+    with user_error("four positive"):
+        ModelConfig(9, rope_scaling=scaling)
+
+
 # --- the loss ---
 
 

@@ -14,7 +14,7 @@ from simulated_gpu import SimulatedGpu
 
 from corpora import countries, questions
 from corpora.questions import score_answers
-from corpora.recall import ask, chat_questions, chat_recall, demo, fact_questions
+from corpora.recall import ask, chat_questions, chat_recall, check_names, demo, fact_questions
 from model import Decoder, ModelConfig, decoder_class
 from tables.tables import ResidentTables
 from text import bpe
@@ -138,6 +138,12 @@ def test_a_run_asks_what_its_corpus_has_and_its_model_has_room_for(encoding, cap
             skipped = size == 9 and known == {"recall"}
             assert ("skipped" in capsys.readouterr().out) == skipped
         assert model.training
+
+
+def test_without_a_target_none_is_checked():
+    check_names(source="Spain", target="")  # as of edit.py --write
+    with user_error("--target Spian is not one of the countries; did you mean Spain"):
+        check_names(source="Spain", target="Spian")
 
 
 def test_styles_that_begin_with_the_same_byte_are_not_told_apart(capsys):

@@ -511,9 +511,10 @@ def test_eval_only_reads_as_much_whatever_the_run_read_and_shorter_windows(data,
     assert f"val loss {loss.item():.5g}," in command(line, 8).stdout
     assert "reads 32 tokens at most" in refused(line, 33)
     other = tmp_path / "other"
-    documents = [("train", "Anna"), ("val", "Anna sees Anna.")]
+    documents = [(split, "Anna sees Anna. " * 9) for split in ("train", "val")]
     write_dataset(other, documents, bpe.train(["Anna"] * 9, 260), "text", corpus="files")
-    assert "a different tokenizer" in refused(line, 2, "--data_dir", other)
+    for start in (f"{line} 2", f"train.py --init_from {out}/ckpt.pt --out_dir {tmp_path}/new"):
+        assert "a different tokenizer" in refused(start, "--data_dir", other)
 
 
 def test_the_code_of_the_pages_runs(data, tmp_path, add_relative):

@@ -306,7 +306,7 @@ def without_marks(
     fence = ""
     for number, line in lines:
         marker = re.match(r"\s*(```+|~~~+)", line)
-        if marker and (not fence or marker[1].startswith(fence)):
+        if marker and marker[1].startswith(fence):
             fence = "" if fence else marker[1]
             plain = ""
         elif fence:

@@ -356,6 +356,13 @@ def test_a_copy_has_no_gradients(make):
     assert model.tables.gradients()[0].tolist() == [0, 1, 3, 7]
 
 
+def test_rows_that_are_parameters_stay_so_until_they_are_frozen():
+    made = tables()
+    made.weight[0].requires_grad_(True)
+    assert made.requires_grad_(True).weight[0].requires_grad
+    assert not made.requires_grad_(False).weight[0].requires_grad
+
+
 def test_rows_that_are_computed_are_not_trained_in_vain():
     made = tables()
     RowRMSprop(made)

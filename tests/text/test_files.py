@@ -195,6 +195,23 @@ def test_of_markdown_the_text_is_read(tmp_path, text, plain):
     assert notes[files.NO_MARKS] == len(text) - len(plain)
 
 
+TITLE, END = "Project Gutenberg's text\n", "End of the Project Gutenberg EBook\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "kept"),
+    [
+        # What looks like a header, but does not end as one, is text.
+        ([TITLE, "A.\n", END, "Hear about new eBooks.\n"], [TITLE, "A.\n", "<|endoftext|>"]),
+        (["A.\n", END, "Hear about new eBooks.\n"], ["A.\n", "<|endoftext|>"]),
+        ([TITLE, *["A.\n"] * 1100, "*** START OF THIS PROJECT GUTENBERG\n"], None),
+    ],
+)
+def test_of_a_text_of_project_gutenberg_only_notices_go(lines, kept):
+    found = files.without_notices(enumerate(lines, 1), Counter())
+    assert [line for _, line in found] == (kept or lines)
+
+
 def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, stem_ckpt):
     """Which ones, their names decide, wherever the folder lies. Copies of them are trained on, and
     counted."""

@@ -1,5 +1,6 @@
 """batches.py: which tokens are in which batch; and the folders that they come from."""
 
+import os
 import re
 import shutil
 from pathlib import Path
@@ -251,3 +252,10 @@ def test_folders_that_do_not_fit_are_refused(tmp_path, ours):
     assert Data(str(held), "text", n - 1, 1, total=0).val[str(held)].n_sequence == 1
     with user_error("is held out, for --eval_only"):
         Data(str(held), "text", 10, 1, total=50)
+
+
+def test_a_file_that_is_cut_off_is_damaged(data, tmp_path):
+    folder = shutil.copytree(data, tmp_path / "data")
+    os.truncate(folder / "val.bin", 7)
+    with user_error("7 bytes, not"):
+        open_tokens(folder, "val", read_meta(folder))
