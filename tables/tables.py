@@ -102,7 +102,6 @@ class Tables(nn.Module):
         `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
         instead. So it freezes the backbone, and the rows are still trained."""
         self.frozen = not requires_grad
-        self.watch.has_optimizer &= requires_grad  # one that is made now does not know the rows
         if self.frozen:  # True would make parameters of rows
             super().requires_grad_(False)
         return self
@@ -231,8 +230,8 @@ class Tables(nn.Module):
         """A table as the compute device has it: all of it [V, W], or slots [n_slot, W]."""
         weight = self.weight[table]
         assert isinstance(weight, nn.Parameter) or isinstance(self.weight, list), (
-            "rows are computed (torch.nn.utils.prune, parametrize), which nobody would train: to "
-            "prune them, multiply tables.weight by a mask after each step"
+            "rows are computed (prune, parametrize, torch.func), which nobody would train: prune "
+            "them by a mask on tables.weight after each step; for torch.func, call eval()"
         )
         return weight
 

@@ -279,6 +279,9 @@ def test_what_later_edits_are_to_leave_is_what_the_model_writes(encoding, ckpt, 
     edited(ckpt, saved, write="S", **SPAIN)
     (fact,) = load_checkpoint(saved)["edits"][0]["facts"]
     assert fact == (encode(encoding, SPAIN["prompt"]), [7, 8])
+    facts = write_jsonl(ckpt.with_name("facts.jsonl"), [dict(SPAIN, write="S")])
+    edited(ckpt, saved, facts=facts)
+    assert load_checkpoint(saved)["edits"][0]["facts"] == [fact]
 
 
 def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatch, capsys):

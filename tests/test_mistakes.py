@@ -291,6 +291,10 @@ def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
     valued.value_head = torch.nn.Linear(128, 1)
     with user_error(r"value_head\.bias, value_head\.weight"):
         save_checkpoint(tmp_path / "ckpt.pt", valued, encoding)
+    bare = model.Decoder(model.ModelConfig(n_layer=2))
+    del bare.norm
+    with user_error(r"readers have other weights \(norm\.weight\)"):
+        save_checkpoint(tmp_path / "ckpt.pt", bare, encoding)
 
 
 @pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])

@@ -138,8 +138,10 @@ def save_checkpoint(
     with torch.device("meta"):
         others = read(model.config).state_dict().keys() ^ model.state_dict().keys()
     if others:  # as of a head that was added, or of weights that are pruned
-        names = ", ".join(sorted(others))
-        raise UserError(f"{path}: no reader expects {names}: make them in a Decoder {where}")
+        names = ", ".join(sorted(others)[:4])
+        raise UserError(
+            f"{path}: readers have other weights ({names}): make them in a Decoder {where}"
+        )
     storage = tables.storage if tables.on_disk else None
     args = {**(args or {}), **asdict(model.config)}
     flat = Settings.from_flat(args).flat()

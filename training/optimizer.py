@@ -92,6 +92,7 @@ class Optimizer:
         self.rmsprops: dict[str, RowRMSprop] = {}
         rows = set()
         for name, tables in sorted(model.all_tables.items()):
+            tables.watch.has_optimizer = False  # an earlier one, which this replaces
             if len(tables.weight) and not tables.frozen:
                 if settings.table_optimizer == "adamw":
                     for weight in tables.weight:  # tables.requires_grad_(True) would only unfreeze

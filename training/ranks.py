@@ -115,5 +115,5 @@ def change_columns(checkpoint: dict, names: list[str], whole: bool) -> None:
             if key.startswith(f"{name}.weight."):
                 checkpoint["model"][key] = changed(checkpoint["model"][key])
         # Else one moment a row, which all ranks have.
-        if name in rows and checkpoint["args"]["table_state"] == "number":
+        if name in rows and checkpoint["args"].get("table_state") == "number":
             rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]

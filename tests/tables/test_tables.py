@@ -208,9 +208,10 @@ def test_a_step_that_a_scaler_skips_may_be_forgotten():
 
 
 def test_rows_that_have_an_optimizer_may_wait_while_others_step():
-    """A critic between micro-batches."""
+    """A critic between micro-batches, also after a phase in which they were frozen."""
     made = tables()
     rows = RowRMSprop(made)
+    made.requires_grad_(False).requires_grad_(True)
     critic = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     for _ in range(3):
         for _ in range(2):
