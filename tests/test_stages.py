@@ -77,7 +77,9 @@ def test_few_conversations_or_pairs_are_said_to_want_a_larger_rate(
         sizes = dict(batch_size=int(data.n_sequence), max_iters=n_pass)
         settings = Settings(stage=stage, learning_rate=given, **sizes)
         describe(settings, data, NextToken(Decoder(settings.model), "float32"))
-        assert (what in capsys.readouterr().out) == (n_pass == 5 and given < rate / 4)
+        said = capsys.readouterr().out
+        assert (what in said) == (n_pass == 5 and given < rate / 4)
+        assert f"steps of {settings.batch_size} {what.removeprefix('few ')} on" in said
 
 
 @pytest.mark.parametrize(
