@@ -106,8 +106,13 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
         located, after = new_rows(model, encoding, edit, earlier)
         if path and edit.target:
             after = as_saved(edit, located, after)  # which is shown, then
-        learned = compare(model, encoding, edit, located, after)
-        written = [(located.prompt, as_written(model, located))] if edit.write else []
+        compare(model, encoding, edit, located, after)
+        said = as_written(model, located) if edit.write else []
+        written = [(located.prompt, said)] if said else []
+        learned = bool(edit.target or said)
+        if not learned:
+            reason = why_not_written(model, encoding, located)
+            print(f"not learned: the model writes something else; {reason}")
 
     if path and not learned:
         what = "none of the facts was" if edit.facts else f"{edit.write!r} was not"
@@ -115,9 +120,9 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
 
     # 3) which earlier facts the model no longer says
     rewritten = [prompt for prompt, _ in written]
-    said = written_facts(checkpoint, model)
+    still_said = written_facts(checkpoint, model)
     for fact in earlier:
-        if fact not in said and fact[0] not in rewritten:
+        if fact not in still_said and fact[0] not in rewritten:
             text = encoding.decode(fact[0][1:] + fact[1])
             print(f"lost: {text!r}, which was written before")
 
@@ -145,10 +150,9 @@ def open_model(edit: Edit, verify: bool) -> tuple[Decoder, tiktoken.Encoding, di
 
 def compare(
     model: Decoder, encoding: tiktoken.Encoding, edit: Edit, located: Located, after: State
-) -> bool:
+) -> None:
     """Print what the model writes before and after an edit, side by side, and how probable the
-    answers are. Returns whether the model writes what it should, to its end. It keeps the tables
-    that are read after the edit."""
+    answers are. The model keeps the tables that are read after the edit."""
     # 1) side by side
     states = State(model.tables, located.prompt), after
     texts = continuations(model, encoding, edit, located, states)
@@ -170,11 +174,6 @@ def compare(
         ahead = recall.reaches_ahead(model)
         reason = "do this name's rows hold the fact?" if ahead else LAST
         print(f"note: the swap moves nothing here, not one word: {reason}")
-    learned = not located.answer or is_written(model, located)
-    if not learned:
-        reason = why_not_written(model, encoding, located)
-        print(f"not learned: the model writes something else; {reason}")
-    return learned
 
 
 def column(encoding: tiktoken.Encoding, title: str, tokens: list[int]) -> list[str]:

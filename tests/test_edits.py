@@ -242,8 +242,12 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch)
     def p(model, ids):
         return score_answers(model, [prompt], [answer], [ids]).probability.log().item()
 
+    def judge(model, located):
+        judged.append(p(model, prompt))
+        return located.answer
+
     monkeypatch.setattr("edit.continuations", show)
-    monkeypatch.setattr("edit.is_written", lambda model, _: judged.append(p(model, prompt)) or True)
+    monkeypatch.setattr("edit.as_written", judge)
     for change in ({"target": "Peru"}, {"write": "Spain Fiji"}):
         edited(ckpt, saved, **SPAIN, **change)
         model = load_model(saved, CPU)[0]
