@@ -94,6 +94,12 @@ def snapshot_of(checkpoint: dict) -> str | None:
     return checkpoint["tables"] and checkpoint["tables"]["id"]
 
 
+def remove_replaced(path: str | Path, checkpoint: dict) -> None:
+    """Delete the tables that the checkpoint at `path` says it replaced."""
+    if checkpoint["replaced"] not in (None, snapshot_of(checkpoint)):
+        remove(tables_folder(path) / checkpoint["replaced"])
+
+
 # --- writing ---
 
 
@@ -176,8 +182,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
     with contextlib.suppress(UserError):
         there = read_checkpoint(path)
         checkpoint["replaced"] = snapshot_of(there)
-        if there["replaced"] not in (None, checkpoint["replaced"]):  # which a crash has left
-            remove(tables_folder(path) / there["replaced"])
+        remove_replaced(path, there)  # which a crash may have left
     with atomic(path, discard) as temporary:
         with open(temporary, "wb") as file:
             if storage is not None:
@@ -201,8 +206,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
             read_checkpoint(temporary)
         except UserError as error:
             raise ValueError(f"no command could read {path}: {error}") from None
-    if checkpoint["replaced"]:
-        remove(tables_folder(path) / checkpoint["replaced"])
+    remove_replaced(path, checkpoint)
 
 
 def rows_put_in(storage: DiskStorage, weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -32,6 +32,7 @@ from tables.tables import ResidentTables, Tables, send
 from text import tokenizer
 from training.batches import Data, check_tokenizer
 from training.checkpoints import load_model
+from training.objectives import documents_of
 
 SEED = 1337  # of random rows and of the order of the text
 
@@ -45,8 +46,7 @@ class Stream:
     process ends, however it does. UserError: there is no room for it."""
 
     def __init__(self, model: Decoder, ids: Tensor, size: int, boundary: int | None = None) -> None:
-        """size: windows that go through a layer at a time. boundary: the token that begins
-        documents, if attention does not cross them."""
+        """size: windows that go through a layer at a time. boundary: as of `documents_of`."""
         self.model = model
         self.boundary = boundary
         shape = (*ids.shape, model.config.n_embd)
@@ -69,13 +69,11 @@ class Stream:
         block, device = self.model.blocks[layer], self.model.device
         about = f"layer {layer} of {len(self.model.blocks)}"
         for ids, kept in tqdm(self.batches, about, leave=False, disable=None):
+            ids = send(ids, device)
             x = kept.to(device)
-            documents = None
-            if self.boundary is not None:
-                documents = send((ids == self.boundary).cumsum(1), device)
-            beside = cos_sin_and_mask(block, x, documents)
+            beside = cos_sin_and_mask(block, x, documents_of(ids, self.boundary))
             kept += block.attn(block.attn_norm(x), None, *beside).to("cpu")
-            yield send(ids, device), block.ffn_norm(kept.to(device)), kept
+            yield ids, block.ffn_norm(kept.to(device)), kept
 
 
 def cos_sin_and_mask(

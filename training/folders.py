@@ -10,7 +10,13 @@ from pathlib import Path
 
 from common import UserError, locked, remove, unfinished, writing
 from training import ranks
-from training.checkpoints import discard, read_checkpoint, snapshot_of, tables_folder
+from training.checkpoints import (
+    discard,
+    read_checkpoint,
+    remove_replaced,
+    snapshot_of,
+    tables_folder,
+)
 from training.records import read_metrics
 
 
@@ -22,9 +28,7 @@ def clear(path: str | Path) -> None:
     for temporary in unfinished(path):
         discard(temporary)
     with contextlib.suppress(UserError):  # nobody knows whose tables these are
-        checkpoint = read_checkpoint(path)
-        if checkpoint["replaced"] not in (None, snapshot_of(checkpoint)):
-            remove(tables_folder(path) / checkpoint["replaced"])
+        remove_replaced(path, read_checkpoint(path))
 
 
 def has_run(out_dir: Path) -> bool:

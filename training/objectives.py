@@ -13,6 +13,12 @@ from training import ranks
 from training.batches import Data
 
 
+def documents_of(ids: Tensor, boundary: int | None) -> Tensor | None:
+    """The number of each token's document [B, T]; None if attention may cross documents. boundary:
+    the token that begins them."""
+    return None if boundary is None else (ids == boundary).cumsum(1)
+
+
 @dataclass
 class NextToken:
     """The loss of a model, in float32 or, by autocast, in 16 bits.
@@ -52,8 +58,8 @@ class NextToken:
         return torch.autocast(self.model.device.type, getattr(torch, self.dtype))
 
     def documents(self, ids: Tensor) -> Tensor | None:
-        """The number of each token's document [B, T]; None if attention may cross documents."""
-        return None if self.boundary is None else (ids == self.boundary).cumsum(1)
+        """As `documents_of`."""
+        return documents_of(ids, self.boundary)
 
     def prefetch(self, ids: Tensor) -> None:
         """Begin to fetch the rows of the next batch [B, T]."""
