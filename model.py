@@ -471,7 +471,7 @@ class Decoder(nn.Module):
             self.init_weights()
 
     def check_kind(self, config: ModelConfig) -> None:
-        """Class and config may be of different kinds, as in Decoder(ModelConfig(ffn="moe"))."""
+        """UserError: class and config are of two kinds, as in Decoder(ModelConfig(ffn="moe"))."""
         relative = type(self).__module__.partition("relatives.")[2]  # its file, "moe", else ""
         is_kind = relative in ("", config.ffn) and isinstance(self, decoder_class(config.ffn))
         if not (is_kind and isinstance(config, self.config_class)):

@@ -74,10 +74,14 @@ def batch(number: int, shape=(2, 4)) -> torch.Tensor:
     return torch.randint(V, shape, generator=torch.Generator().manual_seed(number))
 
 
+def loss_of(rows) -> torch.Tensor:
+    """A loss in which every number of every table matters."""
+    return sum((row.sin() * (table + 1)).sum() for table, row in enumerate(rows))
+
+
 def train(tables, optimizer: RowRMSprop, ids: torch.Tensor, later=None) -> None:
-    """A training step in which every number of every table matters. `later` is announced."""
-    rows = tables.train().lookup(ids)
-    loss = sum((row.sin() * (table + 1)).sum() for table, row in enumerate(rows))
+    """A training step. `later` is announced."""
+    loss = loss_of(tables.train().lookup(ids))
     if later is not None:
         tables.prefetch(later)
     loss.backward()
@@ -121,8 +125,7 @@ def work(make, state: str = "number") -> list[torch.Tensor]:
             tables.zero_grad()
         parts = ids(number).chunk(1 + number % 2)
         for part in parts:
-            rows = islice(tables.lookup(part), 1 if number == 7 else L)
-            loss = sum((row.sin() * (table + 1)).sum() for table, row in enumerate(rows))
+            loss = loss_of(islice(tables.lookup(part), 1 if number == 7 else L))
             if number == 2:  # more comes while some is on its way
                 tables.prefetch(ids(3)[:, :4])
             if part is parts[-1] and number not in (3, 6, 7):
@@ -232,10 +235,6 @@ def test_every_guard_is_needed(guard, monkeypatch, tmp_path):
             with SimulatedGpu(pins) as gpu:
                 without.seen_by_gpu = gpu.seen_by_gpu
                 check(gpu, expected, *way, module=without)
-
-
-def loss_of(rows) -> torch.Tensor:
-    return sum((row.sin() * (table + 1)).sum() for table, row in enumerate(rows))
 
 
 def announce_before_rows_are_read(tables, optimizer) -> None:
