@@ -108,7 +108,7 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
             after = as_saved(edit, located, after)  # which is shown, then
         compare(model, encoding, edit, located, after)
         said = as_written(model, located) if edit.write else []
-        written = [(located.prompt, said)] if said else []
+        written = [(located.prompt, said)] if edit.write else []
         learned = bool(edit.target or said)
         if not learned:
             reason = why_not_written(model, encoding, located)
