@@ -51,23 +51,25 @@ def score_answers(
     if ids.shape[1] > block_size:
         raise UserError(f"prompt and answer have {ids.shape[1]} tokens, block_size is {block_size}")
 
-    numbers = ids.shape[1] * model.config.vocab_size  # logits of a prompt with its answer
+    numbers = ids.shape[1] * model.config.vocab_size  # logits of a prompt with its answer, at most
     size = max(1, min(256, LOGITS // numbers))
     parts = zip(ids.split(size), table_ids.split(size), targets.split(size), strict=True)
     greedy = []
     losses = []
     for part_ids, part_table_ids, part_targets in parts:
         # The model is causal, so no answer sees the padding.
-        logits, _ = model(part_ids, table_ids=part_table_ids)  # [n, T, V]
+        x = model.hidden(part_ids, table_ids=part_table_ids)  # [n, T, n_embd]
         is_answer = part_targets >= 0
+        logits = model.unembed(x[is_answer]).float()  # [k, V], of the tokens of answers alone
         if barred is not None:
-            first = is_answer.int().argmax(1)  # the position that predicts an answer's first token
-            logits[range(len(part_ids)), first, barred] = -torch.inf
-        greedy.append(((logits.argmax(-1) == part_targets) | ~is_answer).all(1))
+            is_first = is_answer & (is_answer.cumsum(1) == 1)
+            logits[is_first[is_answer], barred] = -torch.inf
+        wanted = part_targets[is_answer]  # [k]
+        is_other = torch.zeros_like(is_answer)
+        is_other[is_answer] = logits.argmax(-1) != wanted
+        greedy.append(~is_other.any(1))
         loss = torch.zeros(part_targets.shape, device=model.device)
-        loss[is_answer] = F.cross_entropy(
-            logits[is_answer].float() / temperature, part_targets[is_answer], reduction="none"
-        )
+        loss[is_answer] = F.cross_entropy(logits / temperature, wanted, reduction="none")
         losses.append(loss.sum(1))
     # In double precision, where less than 1e-38 is not zero. The GPUs of Macs have none.
     return Scores(torch.cat(greedy).cpu(), torch.cat(losses).cpu().double().neg().exp())
