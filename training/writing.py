@@ -270,10 +270,12 @@ def ask_the_same(
         sure = sure + shares(follows).gather(1, answers[:, None])[:, 0]
     answered = torch.zeros(texts.shape, device=model.device)
     others = sure.topk(N_OTHER).indices.tolist()
-    for other in tqdm(others, "reading as other names", leave=False, disable=None):
-        about_other = renamed(texts, names, tokens[other])
-        follows = model(about_other)[0].float().softmax(-1)  # [N, T, V]
-        answered += shares(follows)[..., answers[other]] / N_OTHER
+    may_ask = torch.ones_like(answered, dtype=torch.bool)  # which few places are after two names
+    for n, other in enumerate(tqdm(others, "reading as other names", leave=False, disable=None), 1):
+        x = model.hidden(renamed(texts, names, tokens[other]))[may_ask]  # [k, n_embd]
+        follows = model.unembed(x).float().softmax(-1)  # [k, V]
+        answered[may_ask] += shares(follows)[:, answers[other]] / N_OTHER
+        may_ask &= answered + 1 - n / N_OTHER > share
     return answered > share
 
 
