@@ -151,7 +151,8 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
     """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, head_dim] (RoPE: Su et al.,
     2021, section 3.2). The channels of a pair lie head_dim / 2 apart: both halves have the same
     cosines, and the sines of the first half have a minus."""
-    pair = torch.arange(0, config.head_dim, 2, device=device)
+    # Whatever dtype is the default: 16 bits have no position 257.
+    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
     frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
     if config.rope_scaling is not None:
         # Llama 3.1 keeps frequencies that make at least `high` turns within its original context,
@@ -643,6 +644,7 @@ class Decoder(nn.Module):
         start = cache.length
         if start > 0:
             taken_back = cache.ids.shape[1] - start
+            assert taken_back >= 0, f"length {start}: the cache has {cache.ids.shape[1]} tokens"
             can_go_back = all(type(kept) in (LayerCache, type(None)) for kept in cache.layers)
             assert can_go_back or not taken_back, (
                 f"{taken_back} tokens were taken back from a cache that has overwritten what it "

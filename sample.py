@@ -140,8 +140,7 @@ class Chat:
         answer: list[int] = []
         pieces = write(self.model, self.encoding, ids, answer, **options)
         try:
-            # Every content begins with a space that is not shown (text/chat.py).
-            yield next(pieces, "").removeprefix(" ")
+            yield next(pieces, "").removeprefix(chat.space(self.encoding))
             yield from pieces
             if len(answer) == options["max_new_tokens"] < max_new_tokens:
                 print("\n(the context is full: the answer is cut)", file=sys.stderr)
@@ -215,7 +214,7 @@ def main() -> None:
     prompt = typed(encoding, args.prompt)
     ids = encode(encoding, prompt)
     block_size = model.config.block_size
-    if len(ids) > block_size:  # with room for what is written, else half of it is forgotten at once
+    if len(ids) >= block_size:  # with room for what is written, else half is forgotten at once
         seen = max(1, block_size - args.max_new_tokens, block_size // 2)
         print(f"of {len(ids)} prompt tokens the model sees the last {seen}", file=sys.stderr)
         ids = ids[-seen:]

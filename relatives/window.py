@@ -65,6 +65,8 @@ class Attention(model.Attention):
             if n == 1 or (past == 0 and n <= w):
                 return None
             documents = x.new_zeros(len(x), past + n)  # all in one
+        else:
+            documents = documents - documents.min()  # none is -1
         # The documents of each block's keys, -1 where there is no key.
         padded = F.pad(documents, (w - past, -n % w), value=-1)
         keys = padded.unfold(1, 2 * w, w)  # [B, blocks, 2w]

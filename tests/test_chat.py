@@ -137,8 +137,12 @@ def test_a_message_that_leaves_no_room_for_an_answer_is_refused(model, encoding)
 
 @pytest.mark.parametrize("end", ["<|im_end|>", "<|endoftext|>"])  # a document's end, too
 @pytest.mark.parametrize("content", ["Bye.", " Bye", "  ", "", "é!", "\n Hello"])
-def test_an_answer_is_shown_as_it_was_written(model, encoding, monkeypatch, content, end):
-    answer = encoding.encode_ordinary(f" {content}")
+@pytest.mark.parametrize(("name", "space"), [("ours", " "), (chat.CHATML, "")])
+def test_an_answer_is_shown_as_it_was_written(
+    model, encoding, monkeypatch, content, end, name, space
+):
+    monkeypatch.setattr(encoding, "name", name)
+    answer = encoding.encode_ordinary(space + content)
     said = torch.tensor([*answer, encoding.encode_single_token(end), 72])[:, None]
     monkeypatch.setattr(Decoder, "stream", lambda *a, **k: iter(said))
     talk = Chat(model, encoding)

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.testing import assert_close
 
-from model import BUILT_IN, Decoder, ModelConfig, SwiGLU, sample
+from model import BUILT_IN, Decoder, ModelConfig, SwiGLU, rotary, sample
 from relatives.ngrams import primes
 from training.report import model_sizes
 from training.settings import parse_args
@@ -369,9 +369,12 @@ def test_hooks_of_the_embedding_change_it_and_gradients_are_the_slopes(ffn):
 
 
 def test_a_model_has_the_dtype_that_modules_get_by_default():
+    config = decoder().config
+    expected = rotary(300, config, None)
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = decoder(ffn="stem", tie_head=False)
+        torch.testing.assert_close(rotary(300, config, None), expected)
     finally:
         torch.set_default_dtype(torch.float32)
     assert model(tokens(2, 6))[0].dtype == torch.bfloat16

@@ -66,6 +66,9 @@ def test_tokens_that_are_taken_back_leave_nothing_or_cannot_be(model):
         assert "2 tokens were taken back" in str(error) and model.config.attention != "full"
     else:
         assert_close(logits, model(ids)[0][:, 8:])
+    cache.length = 20
+    with pytest.raises(AssertionError, match="length 20"):
+        model(ids[:, :1], cache=cache)
 
 
 def test_logits_depend_on_no_later_token_and_on_no_other_text(model):
@@ -79,7 +82,7 @@ def test_logits_depend_on_no_later_token_and_on_no_other_text(model):
 def test_a_document_has_the_logits_that_it_has_alone(model):
     """Numbers of documents need not begin at 0, nor rise by 1."""
     ids = tokens(2, 29)
-    documents = torch.full((2, 29), 4)
+    documents = torch.full((2, 29), -1)
     documents[:, 12:] = 5
     documents[:, 13:] = 7
     logits, _ = model(ids, documents=documents)

@@ -70,12 +70,14 @@ def test_samples_depend_on_the_seed_alone(stem_ckpt):
     assert first != second
 
 
-def test_of_a_prompt_beyond_the_context_so_much_is_read_that_what_is_written_has_room(stem_ckpt):
+@pytest.mark.parametrize("n_over", [0, 50])
+def test_of_a_prompt_that_fills_the_context_so_much_is_read_that_there_is_room(stem_ckpt, n_over):
     model, encoding, _ = load_model(stem_ckpt, "cpu")
-    prompt = ("Anna sees Emil. " * 40).strip()
+    ids = encode(encoding, "Anna sees Emil. " * 40)[: model.config.block_size + n_over]
+    prompt = encoding.decode(ids[1:])  # without <|endoftext|>
+    assert encode(encoding, prompt) == ids
     line = ["sample.py --max_new_tokens 5 --temperature 0 --ckpt", stem_ckpt, "--prompt", prompt]
     done = command(*line)
-    ids = encode(encoding, prompt)
     n = model.config.block_size - 5
     assert f"of {len(ids)} prompt tokens the model sees the last {n}\n" in done.stderr
     ids = torch.tensor([ids[-n:]])

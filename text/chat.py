@@ -27,15 +27,19 @@ def heading(encoding: tiktoken.Encoding, role: str) -> list[int]:
     return [encoding.encode_single_token(tokenizer.START), *encoding.encode_ordinary(f"{role}\n")]
 
 
+def space(encoding: tiktoken.Encoding) -> str:
+    """What stands before each content, and is not shown."""
+    return "" if encoding.name == CHATML else " "
+
+
 def render(encoding: tiktoken.Encoding, messages: Sequence[dict]) -> list[int]:
     """Token ids of a conversation, without the <|endoftext|> that precedes a document. Headings are
     encoded apart from contents, so that they are always the same tokens."""
     end = [encoding.encode_single_token(tokenizer.END), *encoding.encode_ordinary("\n")]
-    space = "" if encoding.name == CHATML else " "
     ids = []
     for message in messages:
         ids += heading(encoding, message["role"])
-        ids += encoding.encode_ordinary(space + message["content"])
+        ids += encoding.encode_ordinary(space(encoding) + message["content"])
         ids += end
     return ids
 
