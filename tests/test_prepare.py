@@ -306,6 +306,7 @@ BLANKS = b" " * 10**6
         ({"chosen": TALK, "rejected": TALK}, "chosen and rejected must differ in their last"),
         ({"messages": TALK}, "chat, but .*a.jsonl:1 is text"),
         (b'{"messages": "Hi"}', 'no answers to learn among "user".*: its keys are messages'),
+        (b'{"question": "a", "answer": ""}', "no answer, or an empty one"),
         (b'{"prompt": "a", "chosen": "b", "rejected": null}', '"rejected" is empty'),
         (b'{"prompt": "a", "chosen": "", "rejected": "b"}', '"chosen" is empty'),
         (

@@ -208,6 +208,8 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
     if not is_talk:
         if all(message["role"] != "user" for message in talk):
             raise ValueError("no question (--columns names it and its answer)")
+        if not left.keys() & {*ANSWERS}:
+            raise ValueError("no answer, or an empty one (--columns names it and its question)")
         talk += take(left, ANSWERS, "assistant", notes)
     check_systems(talk)
     answers = [m["content"] for m in talk if m["role"] == "assistant" and "weight" not in m]

@@ -48,7 +48,7 @@ LONGEST = 10_000
 # How Project Gutenberg's header and its license begin and end.
 NOTICES = {
     r"(?i)\ufeff?\**(the )?project gutenberg(['’]s| e-?(book|text))": (
-        r"(?i)\*\*\* ?start of th(e|is) project gutenberg|\*end\*? ?the small print"
+        r"(?i)(\*\*\* ?)?start of th(e|is) project gutenberg|\*end\*? ?the small print"
     ),
     r"(?i)(\*\*\* ?)?end of (the |this )?project gutenberg": r"(?i).*hear about new ebooks\.$",
 }
@@ -58,13 +58,15 @@ RULE, FIELD = r"-{3,}|\+{3}", r"[\w\"'.-]+ *[:=]"
 
 # Most lines have none of these characters, so none of the marks of Markdown below.
 ANY = re.compile(r"[`\\<>\[*_#=|&]|^[\s:]*-")
-IMAGE = re.compile(r"!\[[^\[\]]*\](\([^()]*\)|\[[^\[\]]*\])")
+ENTITY = re.compile(r"&#?\w+;")  # without the semicolon, it is of an address: ?a=1&copy=2
+ADDRESS = r"\((?:[^()]|\([^()]*\))*\)"  # it may have parentheses itself
+IMAGE = re.compile(rf"!\[[^\[\]]*\]({ADDRESS}|\[[^\[\]]*\])")
 # What follows a letter is code, such as a[0][1]; but in Chinese, a link follows a letter, too.
-LINK = re.compile(r"(?<![a-zA-Z0-9_\\])\[([^\[\]^][^\[\]]*|)\](\([^()]*\)|\[[^\[\]]*\])")
+LINK = re.compile(rf"(?<![a-zA-Z0-9_\\])\[([^\[\]^][^\[\]]*|)\]({ADDRESS}|\[[^\[\]]*\])")
 MARKS = re.compile(
     r"(?<!`)(`+)(?P<code>[^`]+)\1|\\(?P<kept>[!-/:-@\[-`{-~])"  # what they have stays
     r"|<!--.*?-->|</?[a-zA-Z][^<>]*>"  # HTML
-    r"|\[\^[^\]]+\]:?|^\[[^\]]+\]: .*"  # a footnote's mark, a link's address
+    r"|\[\^[^\]]+\]:?|^\[[^\]]+\]: *\S+( +[\"'(].*)?$"  # a footnote's mark, a link's address
     r"|^ {0,3}(#{1,6}(?=\s)|(> ?)+)\s*|\s#+\s*$"  # headings, quotations
     r"|^\s*(=+|([-*_]\s*){3,}|(?=.*---)[|: -]+)\s*$"  # rules, also of tables
     r"|(?<![\d*])\*+(?=\S)|(?<=\S)\*+(?![\d*])|(?<!\w)_+(?=\S)|(?<=\S)_+(?!\w)"  # emphasis, not 2*3
@@ -189,7 +191,7 @@ def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
         return
     start = next((line for line in file if line.strip()), "") if ending == ".json" else ""
     # An array, or a record over several lines, is not streamed.
-    if start.strip() == "{" or start.lstrip().startswith("["):
+    if start and (start.lstrip().startswith("[") or isinstance(record_of(start), ValueError)):
         array = record_of(start + file.read())
         yield from enumerate(array if isinstance(array, list) else [array], 1)
         return
@@ -305,7 +307,7 @@ def without_marks(
     """Yield numbered lines of Markdown as plain text. Code between fences stays as it is."""
     fence = ""
     for number, line in lines:
-        marker = re.match(r"\s*(```+|~~~+)", line)
+        marker = re.match(r"\s*(```+(?!.*`)|~~~+)", line)
         if marker and marker[1].startswith(fence):
             fence = "" if fence else marker[1]
             plain = ""
@@ -322,4 +324,4 @@ def plain_line(line: str) -> str:
         return line
     line = LINK.sub(r"\1", IMAGE.sub("", line))
     line = MARKS.sub(lambda mark: mark["code"] or mark["kept"] or "", line)
-    return html.unescape(line)
+    return ENTITY.sub(lambda entity: html.unescape(entity[0]), line)

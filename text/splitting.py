@@ -1,7 +1,7 @@
 """Which documents are for training and which for validation: their hashes decide.
 
-So adding files moves no document. A small input is cut and topped up, to have enough to validate
-with; whole files can be held out.
+So adding files to a large input moves no document. A small one is cut and topped up, to have enough
+to validate with; whole files can be held out.
 """
 
 import json
@@ -42,7 +42,7 @@ def hashed(document: Document) -> int:
 
 
 def is_validation(digest: int, fraction: float) -> bool:
-    """Whether the document with this hash is for validation: adding files moves no document."""
+    """Whether the document with this hash is for validation, whatever the others are."""
     return digest < fraction * 2**64
 
 

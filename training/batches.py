@@ -117,7 +117,7 @@ def parse_mixture(data_dir: str | Path) -> dict[Path, float]:
     )
     weights: dict[Path, float] = {}
     for part in parts:
-        folder, _, number = part.strip().rpartition("=")
+        folder, _, number = map(str.strip, part.rpartition("="))
         try:
             weight = float(number)
         except ValueError:

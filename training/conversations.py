@@ -60,6 +60,10 @@ class Conversations(Source):
             found = [padded(*sequence, longest) for sequence in found]
         return stacked(found)
 
+    def spread(self, n_token: int) -> list[int]:
+        n = n_token * self.n_sequence // len(self.ids)  # few of them are full
+        return super().spread(n * self.block_size)
+
     def question(self) -> list[int]:
         """Token ids of the first conversation up to its first answer."""
         ids, targets = self.sequence(0)

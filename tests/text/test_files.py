@@ -88,6 +88,7 @@ def test_a_table_in_another_encoding_is_said_to_be_in_one(tmp_path, encoding, co
     ("name", "text", "texts"),
     [
         ("a.json", '{\n "text": "a story"\n}\n', ["a story"]),  # a record over several lines
+        ("a.json", '{"messages": null, "text":\n "a story"}\n', ["a story"]),
         ("a.csv", 'text\n"quoted, whole"\nempty,\n', ["quoted, whole", "empty"]),
         ("a.tsv", "text\t,,\nit begins, and ends\t\n", ["it begins, and ends"]),
         ("a.csv", "text,id\nfewer cells\nall,2\n", ["fewer cells", "all"]),
@@ -174,11 +175,14 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         ('[A link](http://x.y/a_b "t"), [one][1]![a picture](p.png)!\n', "A link, one!\n"),
         ("[![badge](b.svg)](http://x)a note[^1], a[0][1] [sic]\n", "a note, a[0][1] [sic]\n"),
         ("请看[文档](a.md)和[另一个][1]，还有**重点**。\n", "请看文档和另一个，还有重点。\n"),
+        ("[A](http://x.y/A_(b)) of ?a=1&copy=2\n[1]: http://x.y 'A'\n", "A of ?a=1&copy=2\n\n"),
+        ("[Anna]: What *is* it?\n[1]: see p. 5\n", "[Anna]: What is it?\n[1]: see p. 5\n"),
         ("> He said:\n> > *No*\n", "He said:\nNo\n"),
         ("* item\n- **one** &amp; two\n\n* * *\n***\n", "* item\n- one & two\n\n\n\n"),
         ("Title\n=====\n\n<b>Bold</b> 1 < 2 <!-- gone -->\n", "Title\n\n\nBold 1 < 2 \n"),
         ("| a | b |\n|---|:-:|\n| 1 | 2 |\n", "| a | b |\n\n| 1 | 2 |\n"),
         ("```python\nx = a_b * c  # *so*\n```\n*so*\n", "x = a_b * c  # *so*\nso\n"),
+        ("``` x ``` y\n*so*\n```\na_b*\n```\n", " x  y\nso\na_b*\n"),
         ("---\ntitle: A\ntags:\n  - b\n---\nText.\n", "Text.\n"),
         ("# Title: A\n\n## Author: B\n\n-------\n\n### I\n\nText.\n", "\nI\n\nText.\n"),
         ("---\n\nA text, not fields.\n\n---\n\nMore.\n", "\n\nA text, not fields.\n\n\n\nMore.\n"),
@@ -204,6 +208,7 @@ TITLE, END = "Project Gutenberg's text\n", "End of the Project Gutenberg EBook\n
         # What looks like a header, but does not end as one, is text.
         ([TITLE, "A.\n", END, "Hear about new eBooks.\n"], [TITLE, "A.\n", "<|endoftext|>"]),
         (["A.\n", END, "Hear about new eBooks.\n"], ["A.\n", "<|endoftext|>"]),
+        ([TITLE, "START OF THE PROJECT GUTENBERG EBOOK\n", "A.\n"], ["<|endoftext|>", "A.\n"]),
         ([TITLE, *["A.\n"] * 1100, "*** START OF THIS PROJECT GUTENBERG\n"], None),
     ],
 )
@@ -250,10 +255,15 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
 
     name = read_meta(held)["sources"][0]
     shutil.copy(tmp_path / "books" / name, tmp_path / "books/again.jsonl")
-    line = ["prepare.py --hold_out_files 0.2 --input books --out_dir c --tokenizer", data]
-    said = command(*line).stdout
+    with open(tmp_path / "books" / name, "a") as file:
+        file.write("{\n{\n")  # two of 662 documents are bad
+    line = ["prepare.py --input books --out_dir c --tokenizer", data]
+    said = command(*line, "--hold_out_files", "0.2").stdout
+    assert "skipped 2 of 662 documents" in said
     n = books(tmp_path / "c", "train")[names.index(name.removesuffix(".jsonl"))]
     assert n and f"note: {n} copies of documents of held_out/val.bin are trained on" in said
+    command(*line, "--overwrite")  # its files are not held out any more
+    assert not (tmp_path / "c/held_out").exists()
 
     one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
     assert "two files or more" in refused(*one)

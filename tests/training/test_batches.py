@@ -117,7 +117,7 @@ def said(encoding, targets) -> list[str]:
 
 def test_only_what_the_assistant_says_is_a_target(encoding):
     source = Conversations(packed(encoding, *TALKS), encoding, 64, None)
-    assert source.n_sequence == 3
+    assert source.n_sequence == 3 and source.spread(len(source.ids)) == [0, 1, 2]
     ids, targets = source.sequences(range(3))
     assert ids.shape == targets.shape
     assert ids.shape[1] % 32 == 0
@@ -179,7 +179,7 @@ def test_a_folder_and_a_mixture_of_folders(tmp_path, encoding):
 def test_what_a_mixture_looks_like(tmp_path):
     weights = {Path("a"): 0.65, Path("b"): 0.05, Path("c"): 0.3}
     assert parse_mixture("a=0.65, b=.05,c=3e-1 ") == pytest.approx(weights)
-    assert parse_mixture("a,b") == {Path("a"): 0.5, Path("b"): 0.5}
+    assert parse_mixture("a , b") == {Path("a"): 0.5, Path("b"): 0.5}
     for wrong in ("a=", "a=0", "a=-1", "a=1,b", "=1", "a=nan", "a=1,b=1,a=2", "x" * 300 + "="):
         with user_error("--data_dir"):
             parse_mixture(wrong)
