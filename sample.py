@@ -60,6 +60,14 @@ class Sampling:
             raise UserError("--system needs --chat")
 
 
+def with_room(ids: list[int], block_size: int, n_new: int) -> list[int]:
+    """A prompt or, if it fills the context, so much of its end that what is written has room: else
+    half of it would be forgotten at once."""
+    if len(ids) < block_size:
+        return ids
+    return ids[-max(1, block_size - n_new, block_size // 2) :]
+
+
 def write(
     model: Decoder,
     encoding: tiktoken.Encoding,
@@ -213,11 +221,10 @@ def main() -> None:
 
     prompt = typed(encoding, args.prompt)
     ids = encode(encoding, prompt)
-    block_size = model.config.block_size
-    if len(ids) >= block_size:  # with room for what is written, else half is forgotten at once
-        seen = max(1, block_size - args.max_new_tokens, block_size // 2)
-        print(f"of {len(ids)} prompt tokens the model sees the last {seen}", file=sys.stderr)
-        ids = ids[-seen:]
+    n_given = len(ids)
+    ids = with_room(ids, model.config.block_size, args.max_new_tokens)
+    if len(ids) < n_given:
+        print(f"of {n_given} prompt tokens the model sees the last {len(ids)}", file=sys.stderr)
     options["seed"] = args.seed
     start = time.perf_counter()
     if args.num_samples == 1:

@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 # isort: split
 
 from model import Decoder
-from sample import write
+from sample import with_room, write
 from text.tokenizer import encode
 from training.checkpoints import load_model
 
@@ -95,6 +95,7 @@ class HarnessModel(LM):
                 until = [until]
             n_token = options.get("max_gen_toks", 256)
             ids = encode(self.encoding, context)
+            ids = with_room(ids, self.model.config.block_size, n_token)
             options = {"max_new_tokens": n_token, "temperature": 0}
             pieces = write(self.model, self.encoding, ids, [], **options)
             text = ""

@@ -9,11 +9,12 @@ undone or the command ends; no file changes (edit.py --save writes one). The pag
 machine alone, and no other website.
 """
 
+import io
 import json
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -103,19 +104,22 @@ class Page(ThreadingHTTPServer):
         edits.check_editable(self.model)
         wanted = edits.Edit(chat=self.chats, **texts)
         edits.fill_in(wanted, self.encoding, self.checkpoint)
-        located, after = edits.new_rows(self.model, self.encoding, wanted, self.earlier)
+        with redirect_stdout(io.StringIO()) as said:
+            located, after = edits.new_rows(self.model, self.encoding, wanted, self.earlier)
+        notes = said.getvalue().strip().replace("--", "")  # fields are named like flags
         if wanted.target:
             extra = swapped(after.tables, located.prompt, after.ids, tables)
             after = edits.State(extra, extra.ids)
         texts = compared(self.model, self.encoding, wanted, located, after)
-        yield {"prompt": wanted.prompt, **texts}
+        yield {"prompt": wanted.prompt, "notes": notes, **texts}
         if wanted.target:
             return
-        if not edits.is_written(self.model, located):
+        answer = edits.as_written(self.model, located)
+        if not answer:
             reason = edits.why_not_written(self.model, self.encoding, located)
             raise UserError(f"not learned, and not kept: {reason}")
         self.facts.append((f"{wanted.source}: {wanted.write}", after.tables))
-        self.earlier.append((located.prompt, located.answer))
+        self.earlier.append((located.prompt, answer))
 
     def undo(self) -> Iterator[dict]:
         if len(self.facts) == 1:

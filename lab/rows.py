@@ -2,6 +2,7 @@
 says if they are swapped in some tables."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 import tiktoken
 import torch
@@ -33,9 +34,11 @@ def nearest(
 ) -> list[tuple[str, Weighed]]:
     """Each of the tokens `ids` [T] with the n whose rows in a table point most nearly the same way,
     as a rule itself among them, and with their cosines."""
-    rows = F.normalize(rows_of(tables, ids)[:, table].float())  # [T, W]
-    all_rows = F.normalize(tables.weight[table].float())  # [V, W]
-    cosines, near = (rows @ all_rows.T).topk(n)  # [T, n] each
+    every = torch.arange(len(tables.weight[table]))[None]  # [1, V]
+    # As they are read: facts that were just written are not in `weight`.
+    rows = next(islice(tables.lookup(every), table, None))[0]  # [V, W]
+    rows = F.normalize(rows.float())
+    cosines, near = (rows[ids] @ rows.T).topk(n)  # [T, n] each
     found = []
     for token, of_token, others in zip(ids, cosines.tolist(), near.tolist(), strict=True):
         pairs = zip([spelled(encoding, other) for other in others], of_token, strict=True)

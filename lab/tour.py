@@ -116,6 +116,8 @@ if not (RUN / "loss.png").exists():  # with which a run ends
     print("training a model, as long as `python train.py` takes", flush=True)
     run(RUN, resume=(RUN / "ckpt.pt").exists())
 model, encoding, checkpoint = load_model(RUN, torch.device("cpu"))
+if (model.config.ffn, [data["corpus"] for data in checkpoint["data"]]) != ("stem", ["countries"]):
+    sys.exit(f"error: {RUN} is no model of `python train.py`: move it, and one is trained")
 
 prompt = "Country: Spain\nThe capital city is called"
 ids = encode(encoding, prompt)  # [T]

@@ -88,3 +88,12 @@ def test_generated_text_ends_before_until(opened):
         for stops in (until, [until, "nor this"]):
             options = {"until": stops, "max_gen_toks": 20}
             assert opened.generate_until(requests(("Anna sees", options))) == [expected]
+
+
+def test_of_a_long_context_so_much_is_read_that_what_is_generated_has_room(opened):
+    context = "Anna sees Emil. " * 40
+    ids = encode(opened.encoding, context)[20 - opened.model.config.block_size :]
+    written = opened.model.generate(torch.tensor([ids]), 20, temperature=0)[0, len(ids) :]
+    options = {"until": "no such text", "max_gen_toks": 20}
+    text = opened.encoding.decode(written.tolist())
+    assert opened.generate_until(requests((context, options))) == [text]

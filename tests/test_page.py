@@ -13,6 +13,7 @@ from conftest import CPU, command, refused
 
 from lab.page import Page
 from sample import Chat
+from tables.extra import with_rows
 from text.spelling import spelled
 from text.tokenizer import encode
 from training import writing
@@ -70,6 +71,9 @@ def test_only_the_ticked_tables_are_swapped(page, ckpt):
         assert shown["after"][0][0] == spelled(encoding, token.item())
         assert shown["after"][0][1] == pytest.approx(p.item(), rel=1e-4)
     assert shown == whole and shown["after"] != shown["before"]
+    longer = dict(SWAP, target="Chloë at the river")
+    notes = ask(page, "change", texts=longer, tables=[0])[0]["notes"]
+    assert "only the rows of" in notes and "--" not in notes
 
 
 def test_a_fact_stays_until_it_is_undone(page, brief_facts, monkeypatch):
@@ -124,8 +128,13 @@ def test_errors_are_a_line_of_the_page(page, ckpt):
 def test_neighbors_are_those_of_the_largest_cosines(page, ckpt, prompt):
     """Tokens that differ look different, also if they are parts of a character."""
     model, encoding, _ = load_model(ckpt, CPU)
-    rows = ask(page, "rows", prompt=prompt, table=0)[0]["rows"]
     weight = model.tables.weight[0]
+    like = encode(encoding, prompt)[-1]
+    weight[290] = weight[like] + 0.1 * weight[291]  # as a fact may be written
+    rows = {290: torch.stack([table[290] for table in model.tables.weight])}  # [n_table, W]
+    page.facts = [("", with_rows(page.model.tables, rows))]
+    page.model.tables = page.facts[0][1]
+    rows = ask(page, "rows", prompt=prompt, table=0)[0]["rows"]
     for token, (piece, near) in zip(encode(encoding, prompt), rows, strict=True):
         cosines = F.cosine_similarity(weight[token][None], weight)
         best = cosines.argsort(descending=True)[: len(near)].tolist()

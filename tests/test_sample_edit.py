@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -147,6 +148,17 @@ def test_a_prompt_is_read_as_the_model_knows_it(encoding, text, known):
     assert typed(encoding, text) == known
 
 
+def favoring(encoding, token: int, logit: float) -> SimpleNamespace:
+    """What stands for a model that gives one token this logit everywhere, and all others 0."""
+    logits = torch.zeros(encoding.n_vocab).index_fill(0, torch.tensor(token), logit)
+    return SimpleNamespace(
+        device=CPU,
+        config=ModelConfig(encoding.n_vocab),
+        hidden=lambda ids, **_: ids[..., None],
+        unembed=lambda x: logits.expand(len(x), -1),
+    )
+
+
 @pytest.mark.parametrize(
     ("words", "space"), [(("红国是黄。", "蓝国是绿。"), ""), (("a is b.", "c is d."), " ")]
 )
@@ -155,12 +167,7 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
     encoding = bpe.train([text for text in words for _ in range(20)], 300)
     prompt, answer = words[0][:-2].rstrip(), words[1][-2:]
 
-    def model(batch, **_):
-        logits = torch.zeros(*batch.shape, encoding.n_vocab)
-        logits[..., encoding.encode_ordinary(space + answer)[0]] = 5.0
-        return logits, None
-
-    model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
+    model = favoring(encoding, encoding.encode_ordinary(space + answer)[0], 5.0)
     name = encoding.decode(encoding.encode_ordinary(prompt)[:1])
     asked = edit.Edit(source=name, prompt=prompt, write=answer)
     found = edit.locate(model, encoding, asked).answer
@@ -173,12 +180,7 @@ def test_a_likely_piece_of_a_word_does_not_say_that_no_space_stands_before_it():
     spaced, bare = (encoding.encode_ordinary(f"{space}1941.") for space in (" ", ""))
     assert len(spaced) < len(bare)
 
-    def model(batch, **_):
-        logits = torch.zeros(*batch.shape, encoding.n_vocab)
-        logits[..., bare[0]] = 1.0
-        return logits, None
-
-    model.device, model.config = CPU, ModelConfig(encoding.n_vocab)
+    model = favoring(encoding, bare[0], 1.0)
     asked = edit.Edit(source="born", prompt="born in", write="1941.")
     assert edit.locate(model, encoding, asked).answer == spaced
 
@@ -268,6 +270,7 @@ FACT = '{"source": "Anna", "prompt": "Anna sees", "write": "Emil"'
         (FACT.replace('"Anna sees"', "7") + "}", "prompt is 7"),
         (FACT.replace("Anna sees", "Nobody") + "}", "'Nobody' does not contain 'Anna'"),
         ('{"source": "Anna", "write": "Emil"}', "--prompt is needed"),
+        ('{"source": "Anna", "write": ""}', "is empty"),
     ],
 )
 def test_a_bad_line_of_facts_is_named_before_anything_is_written(stem_ckpt, tmp_path, line, named):
