@@ -125,6 +125,35 @@ def put_relative(patch: pytest.MonkeyPatch, folder: Path, name: str, source: str
     return path
 
 
+def config_source(*fields: str) -> str:
+    """A file of relatives/ whose kind has settings of its own: lines of a dataclass."""
+    body = "\n    ".join(fields)
+    return f"""
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import Optional
+import model
+from common import flag
+
+@dataclass
+class Config(model.ModelConfig):
+    {body}
+
+class Decoder(model.Decoder):
+    config_class = Config
+"""
+
+
+# Of tables that it makes itself, each of several processes would have whole ones.
+OWN_TABLES = """
+import model
+
+class Decoder(model.Decoder):
+    def make_tables(self, tables, widths):
+        return model.ResidentTables(len(widths), self.config.vocab_size, widths[0])
+"""
+
+
 def edit_core(patch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
     """Change a file of all models, in a copy of them that digests are taken of."""
     for core in CORE:

@@ -3,7 +3,7 @@
 import ast
 import re
 
-from conftest import EDIT, ROOT, SMALL, assert_same_run, command, losses
+from conftest import EDIT, ROOT, SMALL, assert_same_run, command, config_source, losses
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert")
 # From the top down: a file imports what stands below it, or beside it.
@@ -102,21 +102,7 @@ def test_the_layer_of_the_readme_is_one_file(data, tmp_path, add_relative):
 
 
 def test_a_file_of_ones_own_hides_no_help(tmp_path, add_relative):
-    source = """from dataclasses import dataclass
-
-import model
-from common import flag
-
-
-@dataclass
-class Config(model.ModelConfig):
-    share: float = flag(0.5, "of rows, 50 % is half")
-
-
-class Decoder(model.Decoder):
-    config_class = Config
-"""
-    add_relative("mine", source)
+    add_relative("mine", config_source('share: float = flag(0.5, "of rows, 50 % is half")'))
     (tmp_path / "latin.py").write_bytes(
         "# é\nclass Decoder(model.Decoder): pass\n".encode("latin1")
     )

@@ -22,6 +22,7 @@ from conftest import (
     ROOT,
     SMALL,
     command,
+    config_source,
     edit_core,
     flags,
     put_relative,
@@ -222,28 +223,17 @@ def test_a_file_of_all_models_that_changed_is_named_too(data, tmp_path, monkeypa
     assert "| second" in said and "| third" in said
 
 
-CONFIG = """
-from __future__ import annotations
-from dataclasses import dataclass
-from typing import Optional
-import model
-from common import flag
-
-@dataclass
-class Config(model.ModelConfig):
-    rank: Optional[int] = flag(None, "rank", must="at least 1")
-    shape: str = flag("flat", "shape", choices=("flat", "deep"))
-    depth: Optional[int] = flag(None, "depth", choices=(1, 2))
-    sizes: tuple[int, ...] = (1, 2)
-    rates: Optional[dict[str, float]] = None
-
-class Decoder(model.Decoder):
-    config_class = Config
-"""
+FIELDS = (
+    'rank: Optional[int] = flag(None, "rank", must="at least 1")',
+    'shape: str = flag("flat", "shape", choices=("flat", "deep"))',
+    'depth: Optional[int] = flag(None, "depth", choices=(1, 2))',
+    "sizes: tuple[int, ...] = (1, 2)",
+    "rates: Optional[dict[str, float]] = None",
+)
 
 
 def test_a_config_may_have_types_as_python_writes_them(data, tmp_path, add_relative):
-    add_relative("typed", CONFIG)
+    add_relative("typed", config_source(*FIELDS))
     more = flags(data_dir=data, out_dir=tmp_path / "out", ffn="typed", max_iters=1)
     assert "--rank" in refused("train.py", *SMALL, *more, "--rank", "0")
     assert "--depth: invalid choice" in refused("train.py", *SMALL, *more, "--depth", "3")
@@ -300,8 +290,7 @@ def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
 @pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])
 def test_a_setting_of_a_relative_is_none_of_every_run(field, data, add_relative):
     """Else it would take the value that the run was given."""
-    code = CONFIG.replace("    sizes:", f"    {field}\n    sizes:")
-    add_relative("clash", code)
+    add_relative("clash", config_source(field))
     assert "clash.py: the setting seed" in refused("train.py --ffn clash --seed 3 --data_dir", data)
     with user_error(r"clash\.py: the setting seed"):
         train.resolve_settings(ffn="clash", seed=3, data_dir=data)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import (
+    OWN_TABLES,
     RUN,
     SHAPE,
     PowerCut,
@@ -193,16 +194,6 @@ def test_two_ranks_equal_one_process(stem_ckpt, data, chat, pairs, tmp_path, add
     for name, like in (("one-two", "stem"), ("two-two", "stem"), ("two-one", "disk")):
         assert_same_training(two / name, one / like)
     assert not list(tmp_path.rglob("*live*"))
-
-
-# Each process would have whole ones, which its own batches alone have trained.
-OWN_TABLES = """
-import model
-
-class Decoder(model.Decoder):
-    def make_tables(self, tables, widths):
-        return model.ResidentTables(len(widths), self.config.vocab_size, widths[0])
-"""
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import torch
-from conftest import refused, small_run, user_error
+from conftest import config_source, refused, small_run, user_error
 from naive import LAYERS, SIZES, TINY, decoder, tokens
 
 from model import Decoder, ModelConfig, decoder_class, relatives
@@ -227,19 +227,7 @@ def test_no_file_has_the_name_of_what_is_built_in(name, add_relative):
 
 def test_a_config_whose_fields_python_does_not_make_is_refused(add_relative):
     """Its flags would not be known, and `config.gated` would be a Field, which counts as true."""
-    source = """
-from dataclasses import dataclass
-
-import model
-from common import flag
-
-@dataclass
-class Config(model.ModelConfig):
-    gated: bool = flag(False, "whether there is a gate")
-
-class Decoder(model.Decoder):
-    config_class = Config
-"""
+    source = config_source('gated: bool = flag(False, "whether there is a gate")')
     add_relative("right", source)
     assert decoder_class("right").config_class().gated is False
     add_relative("wrong", source.replace("@dataclass\n", ""))
@@ -263,19 +251,8 @@ def test_what_is_forgotten_in_a_class_is_named(add_relative):
 def test_a_config_that_a_relative_makes_wrong_is_refused_before_training(
     data, tmp_path, add_relative
 ):
-    source = """
-from dataclasses import dataclass
-import model
-@dataclass
-class Config(model.ModelConfig):
-    rank: int | None = model.flag(None, "rank")
-    def __post_init__(self):
-        super().__post_init__()
-        self.rank = self.rank or self.n_embd / 4
-class Decoder(model.Decoder):
-    config_class = Config
-"""
-    add_relative("wrong", source)
+    begins = "def __post_init__(self): super().__post_init__(); self.rank = self.n_embd / 4"
+    add_relative("wrong", config_source('rank: int | None = flag(None, "rank")', begins))
     said = refused("train.py --ffn wrong --data_dir", data, "--out_dir", tmp_path / "out")
     assert "--rank 32.0 is not of type int" in said and not (tmp_path / "out").exists()
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import (
     CPU,
+    OWN_TABLES,
     SMALL,
     assert_same_run,
     checkpoint,
@@ -68,18 +69,9 @@ def test_a_run_resumes_to_the_bit_in_another_place(data, tmp_path, more):
     assert_same_run(cut, whole)
 
 
-OWN = """
-import model
-
-class Decoder(model.Decoder):
-    def make_tables(self, tables, widths):
-        return model.ResidentTables(len(widths), self.config.vocab_size, widths[0])
-"""
-
-
 @pytest.mark.parametrize("flags", [dict(offload="disk"), dict(table_dtype="bfloat16")], ids=str)
 def test_flags_that_tables_of_ones_own_do_not_obey_are_refused(data, tmp_path, add_relative, flags):
-    add_relative("mine", OWN)
+    add_relative("mine", OWN_TABLES)
     (name,) = flags
     with user_error(f"--{name}"):
         small_run(data, tmp_path / "out", ffn="mine", max_iters=1, **flags)
