@@ -278,6 +278,37 @@ def fail_to_fetch(tables, optimizer) -> None:
     train(tables, optimizer, batch(1))
 
 
+def announce_rows_of_an_earlier_micro_batch_after_an_evaluation(tables, optimizer) -> None:
+    """They are on their way when the optimizer updates them."""
+    loss_of(tables.lookup(batch(0))).backward()
+    with torch.no_grad():
+        list(tables.eval().lookup(batch(1)))
+    rows = list(tables.train().lookup(batch(1)))
+    tables.prefetch(batch(0))
+    loss_of(rows).backward()
+    optimizer.step(0.1)
+
+
+def go_on_with_a_second_optimizer(tables, optimizer) -> None:
+    """It begins with moments of its own."""
+    train(tables, optimizer, batch(0))
+    train(tables, RowRMSprop(tables, state="number"), batch(1))
+
+
+def load_what_was_saved(*order: int):
+    """Tables (0) and their optimizer (1): what is on the device is replaced."""
+
+    def act(tables, optimizer) -> None:
+        parts = (tables, optimizer)
+        saved = copy.deepcopy([part.state_dict() for part in parts])
+        train(tables, optimizer, batch(0))
+        for number in order:
+            parts[number].load_state_dict(saved[number])
+        train(tables, optimizer, batch(0))
+
+    return act
+
+
 @pytest.mark.parametrize("pins", [True, False])
 @pytest.mark.parametrize(
     "act",
@@ -287,18 +318,22 @@ def fail_to_fetch(tables, optimizer) -> None:
         save_before_the_backward_pass,
         draw_rows_anew,
         fail_to_fetch,
+        announce_rows_of_an_earlier_micro_batch_after_an_evaluation,
+        go_on_with_a_second_optimizer,
+        load_what_was_saved(0, 1),
+        load_what_was_saved(1, 0),
     ],
 )
 def test_what_own_loops_do_equals_resident_tables(act, pins):
-    def stored(tables) -> list[torch.Tensor]:
-        act(tables.train(), RowRMSprop(tables, state="number"))
+    def stored(tables) -> torch.Tensor:
+        optimizer = RowRMSprop(tables, state="number")
+        act(tables.train(), optimizer)
         tables.flush()
-        return [weight.detach().to("cpu", copy=True) for weight in tables.weight]
+        return torch.stack([*tables.weight, *tables.state])
 
     with SimulatedGpu(pins) as gpu:
         mine = stored(offloaded(gpu))
-    for one, other in zip(mine, stored(resident()), strict=True):
-        assert torch.equal(one, other)
+    assert torch.equal(mine, stored(resident()))
 
 
 # --- what it costs ---
@@ -415,24 +450,6 @@ def test_ids_out_of_range_are_refused_and_leave_the_books_as_they_are(n_row):
         assert [len(rows) for rows in empty] == [0] * L
 
 
-@pytest.mark.parametrize("pins", [True, False])
-def test_rows_of_an_earlier_micro_batch_may_be_announced_after_an_evaluation(pins):
-    """They are on their way when the optimizer updates them."""
-    stored = []
-    with SimulatedGpu(pins) as gpu:
-        for tables in (resident(), offloaded(gpu)):
-            optimizer = RowRMSprop(tables, state="number")
-            sum(row.sin().sum() for row in tables.train().lookup(batch(0))).backward()
-            assert all_equal(gpu, tables, batch(1))
-            rows = list(tables.train().lookup(batch(1)))
-            tables.prefetch(batch(0))
-            sum(row.sin().sum() for row in rows).backward()
-            optimizer.step(lr=0.1)
-            tables.flush()
-            stored.append(torch.stack([*tables.weight, *optimizer.state]))
-    assert torch.equal(*stored)
-
-
 def test_a_ring_has_two_buffers_or_more():
     """With one, a chunk that is written back would be replaced by the next before it is stored."""
     with SimulatedGpu(False) as gpu, pytest.raises(AssertionError, match="n_buffer=1"):
@@ -516,32 +533,3 @@ def test_rows_whose_records_never_left_the_device_are_known_to_train(gpu, capsys
     )
     check_trained(nn.Identity(), whole)
     assert "not trained" not in capsys.readouterr().out
-
-
-def test_a_second_optimizer_begins_with_moments_of_its_own(gpu):
-    stored = []
-    for tables in (resident().to(gpu.device), offloaded(gpu)):
-        for number in (0, 1):
-            optimizer = RowRMSprop(tables, state="number")
-            train(tables, optimizer, batch(number))
-        tables.flush()
-        stored.append([x.detach().to("cpu", copy=True) for x in (*tables.weight, *optimizer.state)])
-    for there, mine in zip(*stored, strict=True):
-        assert torch.equal(there, mine)
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_what_is_loaded_replaces_what_is_on_the_device(gpu, first):
-    tables = offloaded(gpu)
-    optimizer = RowRMSprop(tables, state="number")
-    parts = (tables, optimizer)
-    saved = copy.deepcopy([part.state_dict() for part in parts])
-    train(tables, optimizer, batch(0))
-    for number in (first, 1 - first):
-        parts[number].load_state_dict(saved[number])
-    train(tables, optimizer, batch(0))
-    tables.flush()
-    other = resident().to(gpu.device)
-    train(other, RowRMSprop(other, state="number"), batch(0))
-    for mine, there in zip(tables.weight, other.weight, strict=True):
-        assert torch.equal(mine, there.cpu())
