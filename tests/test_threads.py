@@ -11,6 +11,8 @@ import torch
 from conftest import ROOT, assert_same_run, small_run
 from tqdm import tqdm
 
+from common import run
+
 
 @pytest.mark.parametrize(
     ("command", "given", "spin"),
@@ -57,5 +59,6 @@ def test_threads_change_no_digit(data, tmp_path):
 
 def test_a_bar_takes_no_lock_that_processes_share():
     """It starts a process where those do not fork, which warns if ours ends without cleaning up."""
+    run(lambda: None)
     with tqdm(range(1), file=io.StringIO()) as bar:
         assert type(bar.get_lock()) is type(threading.RLock())
