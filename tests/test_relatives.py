@@ -8,12 +8,11 @@ import random
 
 import pytest
 import torch
-from conftest import config_source, refused, small_run, user_error
+from conftest import config_source, refused, user_error
 from naive import LAYERS, SIZES, TINY, decoder, tokens
 
 from model import Decoder, ModelConfig, decoder_class, relatives
 from relatives import linear
-from training.checkpoints import load_model
 from training.decoding import cast_backbone
 from training.objectives import NextToken
 from training.optimizer import Optimizer
@@ -282,23 +281,3 @@ def test_a_config_of_another_kind_is_refused():
     for wrong in ("Dense", "sterm"):
         with user_error(f"--ffn {wrong} is not one of dense, stem"):
             Decoder(ModelConfig(ffn=wrong))
-
-
-ONES = """
-import model
-
-
-class Decoder(model.Decoder):
-    def init_weights(self):
-        super().init_weights()
-        for weight in self.tables.weight:
-            weight.data.fill_(1)
-"""
-
-
-def test_rows_on_disk_are_those_that_were_trained_wherever_they_began(data, tmp_path, add_relative):
-    add_relative("ones", ONES)
-    small_run(data, tmp_path / "out", ffn="ones", offload="disk")
-    models = [load_model(tmp_path / "out", "cpu", offload)[0] for offload in ("none", "disk")]
-    for resident, mapped in zip(*(model.tables.weight for model in models), strict=True):
-        assert torch.equal(resident, mapped)
