@@ -161,20 +161,8 @@ def test_names_that_share_tokens_are_those_that_the_model_writes(monkeypatch):
     assert found is None or len(found) == 1
 
 
-def test_the_more_weight_the_rest_has_the_less_rows_change(encoding):
-    model = made(encoding)
-    prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Peru")
-    before = rows_of(model.tables, prompt[-1:])[0]
-    changes = []
-    for keep in (0.0, 1e4):
-        rows = train_rows(model, prompt, prompt[-1:], answer, [prompt], keep=keep)
-        changes.append((rows[prompt[-1]] - before).norm())
-    assert changes[1] < 0.5 * changes[0]
-
-
 def test_what_is_said_of_names_that_share_tokens_is_held(encoding, monkeypatch):
     """The more texts, the more; also by one text, which only some steps read."""
-    monkeypatch.setattr(writing, "KEEP", 0.3)
     prompt, answer = encode(encoding, "Country: Spain Fiji"), encoding.encode_ordinary(" Peru")
     text = torch.tensor([encode(encoding, "Country: Spain Cuba is Spain Oman")])
     changes = []
@@ -183,7 +171,7 @@ def test_what_is_said_of_names_that_share_tokens_is_held(encoding, monkeypatch):
         monkeypatch.setattr(writing, "texts_about_namesakes", lambda *_, found=namesakes: found)
         model = made(encoding)
         before = model(text)[0].log_softmax(-1)
-        rows = train_rows(model, prompt, prompt[-2:], answer, [prompt])
+        rows = train_rows(model, prompt, prompt[-2:], answer, [prompt], keep=0.3)
         model.tables = with_rows(model.tables, rows)
         changes.append((model(text)[0].log_softmax(-1) - before).abs().mean().item())
     assert changes[2] < changes[1] < changes[0]
@@ -233,7 +221,7 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch)
     """Also of an answer that has the name itself, which reads the new rows there."""
     saved = ckpt.with_name("saved.pt")
     prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Spain Fiji")
-    shown, judged = [], []
+    shown = []
 
     def show(*given):
         shown.append(given[-1])
@@ -242,12 +230,8 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch)
     def p(model, ids):
         return score_answers(model, [prompt], [answer], [ids]).probability.log().item()
 
-    def judge(model, located):
-        judged.append(p(model, prompt))
-        return located.answer
-
     monkeypatch.setattr("edit.continuations", show)
-    monkeypatch.setattr("edit.as_written", judge)
+    monkeypatch.setattr("edit.as_written", lambda _, located: located.answer)  # however it is
     for change in ({"target": "Peru"}, {"write": "Spain Fiji"}):
         edited(ckpt, saved, **SPAIN, **change)
         model = load_model(saved, CPU)[0]
@@ -256,7 +240,6 @@ def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch)
         model.tables = after.tables
         assert p(model, after.ids) == pytest.approx(expected)
         saved.unlink()
-    assert judged == [pytest.approx(expected)]
 
 
 @pytest.mark.parametrize(

@@ -148,9 +148,9 @@ def test_a_prompt_is_read_as_the_model_knows_it(encoding, text, known):
     assert typed(encoding, text) == known
 
 
-def favoring(encoding, token: int, logit: float) -> SimpleNamespace:
-    """What stands for a model that gives one token this logit everywhere, and all others 0."""
-    logits = torch.zeros(encoding.n_vocab).index_fill(0, torch.tensor(token), logit)
+def expecting(encoding, token: int, by: float) -> SimpleNamespace:
+    """What stands for a model that finds one token likelier than all others."""
+    logits = torch.zeros(encoding.n_vocab).index_fill(0, torch.tensor(token), by)
     return SimpleNamespace(
         device=CPU,
         config=ModelConfig(encoding.n_vocab),
@@ -166,12 +166,11 @@ def test_a_fact_stands_after_a_space_where_the_text_has_some(words, space):
     """Of a model that finds likely what the text has."""
     encoding = bpe.train([text for text in words for _ in range(20)], 300)
     prompt, answer = words[0][:-2].rstrip(), words[1][-2:]
-
-    model = favoring(encoding, encoding.encode_ordinary(space + answer)[0], 5.0)
+    expected = encoding.encode_ordinary(space + answer)
     name = encoding.decode(encoding.encode_ordinary(prompt)[:1])
     asked = edit.Edit(source=name, prompt=prompt, write=answer)
-    found = edit.locate(model, encoding, asked).answer
-    assert found == encoding.encode_ordinary(space + answer)
+    model = expecting(encoding, expected[0], by=5.0)
+    assert edit.locate(model, encoding, asked).answer == expected
 
 
 def test_a_likely_piece_of_a_word_does_not_say_that_no_space_stands_before_it():
@@ -179,10 +178,8 @@ def test_a_likely_piece_of_a_word_does_not_say_that_no_space_stands_before_it():
     encoding = bpe.train(["born in 1941.", "born in 1941."] * 20, 300)
     spaced, bare = (encoding.encode_ordinary(f"{space}1941.") for space in (" ", ""))
     assert len(spaced) < len(bare)
-
-    model = favoring(encoding, bare[0], 1.0)
     asked = edit.Edit(source="born", prompt="born in", write="1941.")
-    assert edit.locate(model, encoding, asked).answer == spaced
+    assert edit.locate(expecting(encoding, bare[0], by=1.0), encoding, asked).answer == spaced
 
 
 @pytest.mark.parametrize(
