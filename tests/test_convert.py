@@ -589,22 +589,17 @@ def test_attention_of_one_kind_in_16_bits_is_exported_however_it_is_named(traine
     assert back.config.attention_kinds == there.config.attention_kinds
     assert_same(back.state_dict(), {n: weight.float() for n, weight in there.state_dict().items()})
     mixed = Decoder(replace(model.config, attention="qknorm,full"))
-    with user_error("cannot be --attention qknorm,full"):
-        convert.write_folder(tmp_path / "mixed", mixed, encoding)
-
-
-def test_a_weight_that_has_no_place_in_a_llama_is_not_left_out(trained, tmp_path):
-    model, encoding, _ = load_model(trained["dense"], CPU)
-    model.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(32)))
-    with user_error("--export: 32 numbers of the model have no place"):
-        convert.write_folder(tmp_path / "llama", model, encoding)
-
-
-def test_a_pattern_that_tokenizers_reads_otherwise_is_not_exported(trained, tmp_path):
-    model, encoding, _ = load_model(trained["dense"], CPU)
-    encoding._pat_str = r"\w+|\W"
-    with user_error("the pattern"):
-        convert.write_folder(tmp_path / "llama", model, encoding)
+    more = copy.deepcopy(model)
+    more.norm.register_parameter("bias", torch.nn.Parameter(torch.zeros(32)))
+    other = copy.copy(encoding)
+    other._pat_str = r"\w+|\W"  # which tokenizers reads otherwise
+    for refused_model, words, said in (
+        (mixed, encoding, "cannot be --attention qknorm,full"),
+        (more, encoding, "32 numbers of the model have no place"),
+        (model, other, "the pattern"),
+    ):
+        with user_error(said):
+            convert.write_folder(tmp_path / "llama", refused_model, words)
 
 
 def test_what_was_exported_comes_back(exported):

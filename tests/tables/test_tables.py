@@ -469,30 +469,20 @@ def test_a_model_of_16_bits_is_trained():
     assert all(weight.dtype == torch.bfloat16 for weight in model.parameters())
 
 
-def test_an_optimizer_of_rows_is_for_rows_it_can_round():
-    half = small().half().tables
-    dense = small(ffn="dense", tie_head=True)
-    wrongs = {
-        "torch.float16": half,
-        "Embedding has no rows": dense.wte,
-        "has no rows": dense.tables,
-    }
-    for said, tables in wrongs.items():
-        with pytest.raises(AssertionError, match=said):
-            RowRMSprop(tables)
-
-
-def test_a_table_of_two_layers_has_no_optimizer_of_rows():
+def test_an_optimizer_refuses_what_it_would_train_wrongly():
+    """Rows that it cannot round, or that two layers share; or by the settings of another model."""
     shared = tables()
     shared.weight[1] = shared.weight[0]
-    with pytest.raises(AssertionError, match="updated twice"):
-        RowRMSprop(shared)
-
-
-def test_an_optimizer_takes_settings_of_its_model():
-    """Embformer's rows, for example, need another state than STEM's."""
-    with pytest.raises(AssertionError, match="Settings"):
-        Optimizer(small(ffn="embformer"), Settings())
+    dense = small(ffn="dense", tie_head=True)
+    for said, optimizer, *given in (
+        ("torch.float16", RowRMSprop, small().half().tables),
+        ("Embedding has no rows", RowRMSprop, dense.wte),
+        ("has no rows", RowRMSprop, dense.tables),
+        ("updated twice", RowRMSprop, shared),
+        ("Settings", Optimizer, small(ffn="embformer"), Settings()),
+    ):
+        with pytest.raises(AssertionError, match=said):
+            optimizer(*given)
 
 
 def test_stochastic_rounding_hits_neighbors_with_the_right_mean():
