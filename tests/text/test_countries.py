@@ -18,17 +18,6 @@ def test_table_is_complete_and_clean():
         assert region_of[country.subregion] == country.region
 
 
-def test_well_known_facts():
-    """Typed here independently of the table."""
-    by_name = {country.name: country for country in countries.table()}
-    for name, *facts in (
-        ("France", "Paris", "Europe", "French", "euro"),
-        ("Côte d'Ivoire", "Yamoussoukro", "Africa", "French", "West African CFA franc"),
-    ):
-        row = by_name[name]
-        assert [row.capital, row.region, row.language, row.currency] == facts
-
-
 def test_paragraph_names_its_country_only_in_the_first_line(corpus):
     lines = [line for text in corpus[0] for line in text.split("\n")]
     heads = [i for i, line in enumerate(lines) if line.startswith("Country: ")]
@@ -104,6 +93,7 @@ CALL = "People there call themselves Basotho."
         ("Its {noun} is", "Peru", "region", "Its region is the Americas."),
         ("Its {noun} is", "United States", "capital", "Its capital is Washington, D.C."),
         ("Its {noun} is", "Lesotho", "demonym", "Its demonym is Mosotho."),
+        ("It speaks", "Côte d'Ivoire", "language", "It speaks French."),
         ("Name the {noun} of {name}.", "Chad", "region", NAME_IT),
         ("People there call themselves", "Lesotho", "demonym", CALL),
     ],
