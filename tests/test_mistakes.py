@@ -356,14 +356,6 @@ def test_a_command_without_standard_output_ends_well(monkeypatch):
     common.run(lambda: print("unheard"))
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_output_without_room_is_one_line(monkeypatch):
-    with open("/dev/full", "w") as full, pytest.raises(SystemExit) as ended:
-        monkeypatch.setattr(sys, "stdout", full)
-        common.run(lambda: print("x"))
-    assert ended.value.code == "error: stdout: No space left on device"
-
-
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EINVAL, errno.ENOSPC])
 def test_what_is_left_to_write_goes_nowhere(number, monkeypatch):
     """The second error is that of Windows. Only no room is told."""
@@ -382,9 +374,3 @@ def test_what_is_left_to_write_goes_nowhere(number, monkeypatch):
         common.run(lambda: print("x"))
     assert ended.value.code == (f"error: stdout: {reason}" if number == errno.ENOSPC else 1)
     assert os.path.samestat(os.fstat(file), os.stat(os.devnull))  # takes what is left to write
-
-
-def test_a_config_of_a_billion_layers_is_refused_at_once():
-    """As a file may have it: its blocks would be made before any weight is compared."""
-    with user_error("--n_layer 1000000000 must be"):
-        model.ModelConfig(n_layer=10**9)

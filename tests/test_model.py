@@ -25,6 +25,8 @@ from training.settings import parse_args
 @pytest.mark.parametrize(
     ("line", "message"),
     [
+        # As a file may have it: its blocks would be made before any weight is compared.
+        ("--n_layer 1000000000", "--n_layer 1000000000 must be from 1 to"),
         ("--n_embd 50", "--n_embd 50 must be a multiple of 2 * n_head, 8"),
         ("--n_head 8 --n_kv_head 3", "--n_head 8 must be a multiple of --n_kv_head 3"),
         ("--ffn embformer --no-tie_head", "--no-tie_head"),
