@@ -41,11 +41,7 @@ B, T, PROMPT = 3, 24, 9  # of T tokens, decoding reads PROMPT at once, then one 
 # One shape, in three languages.
 SHAPE = dict(vocab_size=97, n_layer=5, n_head=4, n_embd=64, d_ff=192, block_size=32)
 HF_SHAPE = dict(
-    vocab_size=97,
-    num_hidden_layers=5,
-    num_attention_heads=4,
-    hidden_size=64,
-    intermediate_size=192,
+    vocab_size=97, num_hidden_layers=5, num_attention_heads=4, hidden_size=64, intermediate_size=192
 )
 LINGUA_SHAPE = dict(vocab_size=97, n_layers=5, n_heads=4, dim=64, multiple_of=64)  # d_ff 8/3 of dim
 

@@ -44,17 +44,8 @@ from training.batches import Data
 from training.checkpoints import load_model
 from training.records import read_run, to_line
 
-SMALL = {
-    "n_layer": 1,
-    "n_head": 1,
-    "n_embd": 8,
-    "block_size": 16,
-    "ffn": "dense",
-    "eval_tokens": 64,
-    "batch_size": 2,
-    "eval_interval": 2,
-    "max_iters": 4,
-}
+SMALL = dict(n_layer=1, n_head=1, n_embd=8, block_size=16, ffn="dense")
+SMALL.update(eval_tokens=64, batch_size=2, eval_interval=2, max_iters=4)
 PNG = b"\x89PNG"
 
 

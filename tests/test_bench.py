@@ -8,15 +8,7 @@ from conftest import command, refused
 from lab import bench
 from lab.bench import Bench
 
-SIZES = {
-    "n_layer": 3,
-    "n_head": 2,
-    "n_embd": 24,
-    "vocab_size": 50,
-    "block_size": 16,
-    "batch_size": 2,
-    "rounds": 1,
-}
+SIZES = dict(n_layer=3, n_head=2, n_embd=24, vocab_size=50, block_size=16, batch_size=2, rounds=1)
 
 
 @pytest.mark.parametrize("gib", [None, 0.25])

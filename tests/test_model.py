@@ -41,10 +41,7 @@ from training.settings import parse_args
         ("--attention full,linear:3", "full,linear:3: leave out :3"),
         ("--attention window,full", "window,full: give a number of tokens"),
         ("--attention window:0", "window:0: give a number"),
-        (
-            "--n_kv_head 2 --attention full,previous:3",
-            "previous:3: give a number of heads from 1",
-        ),
+        ("--n_kv_head 2 --attention full,previous:3", "previous:3: give a number of heads from 1"),
         ("--ffn moe --top_k 5 --n_expert 10", "--top_k 5 must divide --d_ff 48"),
         ("--ffn hash_moe --top_k 3 --n_expert 7", "--top_k 3 must divide --d_ff 48 and --n_exp"),
         ("--ffn pkm --top_k 6 --n_key 5", "--top_k 6 is more than --n_key 5"),

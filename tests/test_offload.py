@@ -176,11 +176,7 @@ def check(
 
 @pytest.mark.parametrize(
     ("n_buffer", "full", "state", "on_disk"),
-    [
-        (2, False, "number", False),
-        (2, False, "number", True),
-        (3, True, "row", True),
-    ],
+    [(2, False, "number", False), (2, False, "number", True), (3, True, "row", True)],
 )
 def test_work_on_the_gpu_equals_resident_tables_there_to_the_bit(
     gpu, tmp_path, n_buffer, full, state, on_disk
@@ -197,13 +193,7 @@ LINES = [
     for n, line in enumerate(inspect.getsource(module).splitlines())
 ]
 GUARDS = (".synchronize()", ".wait_event(", ".record(", ".record_event(", ".record_stream(")
-GUARDS += (
-    ".record_free()",
-    ".wait_for(",
-    "self.flush()",
-    "store(*",
-    ".last.result()",
-)
+GUARDS += (".record_free()", ".wait_for(", "self.flush()", "store(*", ".last.result()")
 GUARDED = [found for found in LINES if any(g in found[2].split("#")[0] for g in GUARDS)]
 
 

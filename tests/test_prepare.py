@@ -416,11 +416,7 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
             ([SYSTEM, *by_turns("Hi?\nx", "Ho.")], [SYSTEM, *by_turns("Hi?\nx", "No.")]),
             "",
         ),
-        (
-            {"messages": [ASKED], "chosen": ANSWERED, "rejected": OTHER},
-            (TOLD, [ASKED, OTHER]),
-            "",
-        ),
+        ({"messages": [ASKED], "chosen": ANSWERED, "rejected": OTHER}, (TOLD, [ASKED, OTHER]), ""),
         (
             {
                 "prompt": [ASKED],

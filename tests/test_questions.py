@@ -71,8 +71,7 @@ def test_of_long_prompts_fewer_are_read_at_a_time(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prompts", "table_prompts"),
-    [([[], [1, 2, 3]], None), ([[1, 2, 3], [4, 5]], [[1, 2, 3], [4]])],
+    ("prompts", "table_prompts"), [([[], [1, 2, 3]], None), ([[1, 2, 3], [4, 5]], [[1, 2, 3], [4]])]
 )
 def test_what_would_be_scored_at_other_places_is_refused(prompts, table_prompts):
     with pytest.raises(AssertionError, match="prompt"):

@@ -17,14 +17,9 @@ from training import records
 from training.checkpoints import checkpoint_of
 from training.edits import Edit
 
-ARGS = {
-    "ffn": "stem",
-    "stem_layers": "all",
-    "batch_size": 4,
-    "block_size": 32,
-    "learning_rate": 6e-3,
-    "max_iters": 2000,
-}
+ARGS = dict(
+    ffn="stem", stem_layers="all", batch_size=4, block_size=32, learning_rate=6e-3, max_iters=2000
+)
 SIZES = {"total": 9_000_000, "active": 3_000_000, "flops_per_token": 2_500_000}
 RUN = {"type": "run", "args": ARGS, "sizes": SIZES, "data": []}
 STEP = {"type": "step", "step": 1, "train_loss": 7.5, "grad_norm": 1.0, "tok_per_s": 100.5}

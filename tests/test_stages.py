@@ -83,8 +83,7 @@ def test_few_conversations_or_pairs_are_said_to_want_a_larger_rate(
 
 
 @pytest.mark.parametrize(
-    ("name", "place"),
-    [("midtrain", "none"), ("context", "none"), ("sft", "none"), ("dpo", "disk")],
+    ("name", "place"), [("midtrain", "none"), ("context", "none"), ("sft", "none"), ("dpo", "disk")]
 )
 def test_every_stage_resumes_to_the_bit_wherever_tables_are(stage, staged, tmp_path, name, place):
     cut = interrupted(**stage(name, offload=place), out=tmp_path, number=9)

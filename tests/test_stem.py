@@ -9,12 +9,7 @@ from stem import substitute
 
 
 @pytest.mark.parametrize(
-    ("spec", "n_layer", "layers"),
-    [
-        ("third", 8, "147"),
-        ("all", 4, "123"),
-        ("5, 0,5", 6, "05"),
-    ],
+    ("spec", "n_layer", "layers"), [("third", 8, "147"), ("all", 4, "123"), ("5, 0,5", 6, "05")]
 )
 def test_stem_layers_reads_names_and_numbers(spec, n_layer, layers):
     config = ModelConfig(stem_layers=spec, n_layer=n_layer)

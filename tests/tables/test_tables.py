@@ -164,8 +164,7 @@ def test_gradients_of_equal_tokens_are_summed_in_float32():
 
 @pytest.mark.parametrize("clears", ["optimizer", "model"])
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("SGD", {}), ("AdamW", dict(foreach=True)), ("AdamW", dict(fused=True))],
+    ("name", "options"), [("SGD", {}), ("AdamW", dict(foreach=True)), ("AdamW", dict(fused=True))]
 )
 def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, options, clears):
     """Micro-batches and a gradient that is thrown away pass. An optimizer of rows is of no use, if

@@ -29,10 +29,8 @@ from training.batches import Data
 # Public domain: Carroll, Melville.
 CORPUS = [
     (
-        "Alice was beginning to get very tired of sitting by her sister on the bank, and of "
-        "having nothing to do: once or twice she had peeped into the book her sister was "
-        "reading, but it had no pictures or conversations in it, “and what is the use of a "
-        "book,” thought Alice, “without pictures or conversations?”"
+        "Once or twice she had peeped into the book her sister was reading, but it had no pictures "
+        "in it, “and what is the use of a book,” thought Alice, “without pictures?”"
     ),
     (
         "Call me Ishmael. Some years ago—never mind how long precisely—having little or no "
