@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import Largest, refused, small_run
+from conftest import Largest, config_source, refused, small_run
 from naive import SIZES, decoder, naive_logits, tokens
 from torch.testing import assert_close
 
@@ -118,35 +118,12 @@ def test_embformer_writes_the_same_from_ids_alone(attention, dtype):
         assert [layer.k.shape[2] for layer in kept.layers] == [32, 4, 2]
 
 
-GATED = """
-from dataclasses import dataclass
-import embformer, model
-
-@dataclass
-class Config(model.ModelConfig):
-    embedding_only = True
-
-class GatedQKV(embformer.RowQKV):
-    def forward(self, x, rows):
-        q, k, v = super().forward(x, rows)
-        return q, k, v * x.unflatten(-1, (-1, self.head_dim)).sigmoid()
-
-class Decoder(model.Decoder):
-    config_class = Config
-
-    def make_block(self, layer):
-        c = self.config
-        ffn = embformer.EmbformerFFN(c.n_head, c.head_dim)
-        return model.Block(c, layer, GatedQKV(c.n_kv_head, c.head_dim, c.norm_eps), ffn)
-"""
-
-
 def test_a_variant_of_embformer_whose_values_depend_on_x_keeps_them(data, tmp_path, add_relative):
     """It would write other text from ids alone."""
-    add_relative("gated", GATED)
+    add_relative("mine", config_source("embedding_only = True"))
     with pytest.raises(AssertionError, match="in Embformer alone"):
-        decoder(ffn="gated").make_cache(2, kind="ids")
-    out = small_run(data, tmp_path / "out", ffn="gated", max_iters=1)
+        decoder(ffn="mine").make_cache(2, kind="ids")
+    out = small_run(data, tmp_path / "out", ffn="mine", max_iters=1)
     assert "is not an Embformer" in refused("sample.py --cache ids --ckpt", out)
 
 

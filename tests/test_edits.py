@@ -307,8 +307,6 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatc
     before, after = (load_checkpoint(path)["model"] for path in (ckpt, saved))
     changed = (before["tables.weight.0"] != after["tables.weight.0"]).any(1).nonzero()
     assert changed.flatten().tolist() == sorted(encoding.encode_ordinary(" Spain Fiji"))
-    edited(saved, None, source="Peru", prompt="Country: Peru", write="F")
-    assert known[-1] == 2  # they were saved as what later facts are to leave
     undo(Edit(saved, undo=True), saved)
     assert_same(load_checkpoint(saved)["model"], before)
 

@@ -39,43 +39,28 @@ class Decoder(model.Decoder):
         super().__init__(config, *more)
         self.blocks[0].scale = nn.Parameter(torch.ones(3))
 """
-NO_PARAMETER = """
+
+
+def reading(given: str, more: str = "pass") -> str:
+    """STEM's FFN, which is given other things, and has more."""
+    return f"""
 class FFN(StemFFN):
     def __init__(self, config):
         super().__init__(config.n_embd, config.d_ff)
-        self.scale = torch.randn(config.d_ff)
+        {more}
 
     def forward(self, x, rows):
-        return super().forward(x, self.scale * rows)
+        return super().forward({given})
 
 class Decoder(model.Decoder):
     row_ffn = FFN
 """
+
+
+NO_PARAMETER = reading("x, self.scale * rows", "self.scale = torch.randn(config.d_ff)")
 # A gate that begins at zero passes no gradient on in the first step; nothing is wrong.
-ZERO_AT_FIRST = """
-class FFN(StemFFN):
-    def __init__(self, config):
-        super().__init__(config.n_embd, config.d_ff)
-        self.gain = nn.Parameter(torch.zeros(config.d_ff))
-
-    def forward(self, x, rows):
-        return super().forward(x, self.gain * rows)
-
-class Decoder(model.Decoder):
-    row_ffn = FFN
-"""
-LOOKS_AHEAD = """
-class FFN(StemFFN):
-    def __init__(self, config):
-        super().__init__(config.n_embd, config.d_ff)
-
-    def forward(self, x, rows):
-        return super().forward(x + x.mean(1, keepdim=True), rows)
-
-class Decoder(model.Decoder):
-    row_ffn = FFN
-"""
-MIXES_TEXTS = LOOKS_AHEAD.replace("x.mean(1, keepdim=True)", "x.cumsum(0)")
+ZERO_AT_FIRST = reading("x, self.gain * rows", "self.gain = nn.Parameter(torch.zeros(config.d_ff))")
+LOOKS_AHEAD = reading("x + x.mean(1, keepdim=True), rows")
 SEEDED = """
 class Decoder(model.Decoder):
     def row_ffn(self, config):
@@ -126,8 +111,8 @@ def notes(data, tmp_path, capsys):
         (NO_PARAMETER, ONE_TOKEN, LOST),
         (NO_PARAMETER.replace("randn", "rand"), {}, LOST),  # a little
         (LOOKS_AHEAD, {}, "a layer looks ahead"),
-        (MIXES_TEXTS, {}, "with other texts of the batch"),
-        (MIXES_TEXTS.replace("cumsum(0)", "flip(0).cumsum(0).flip(0)"), {}, "with other texts of"),
+        (reading("x + x.cumsum(0), rows"), {}, "with other texts of the batch"),
+        (reading("x + x.flip(0).cumsum(0).flip(0), rows"), {}, "with other texts of the batch"),
         (SEEDED, {}, "--ffn mine calls torch.manual_seed: weights begin the same"),
         (MIXES_BEFORE, {}, "sample.py predicts something else"),
     ],
