@@ -173,7 +173,7 @@ def test_a_word_without_end_takes_no_quadratic_time():
     start = time.process_time()
     encoding = bpe.train([word], 6400)
     assert encoding.decode(encoding.encode_ordinary(word)) == word
-    assert time.process_time() - start < 20  # half a second; a word rewritten whole: 100
+    assert time.process_time() - start < 2  # a third of a second; a word rewritten whole: 2.7
 
 
 @pytest.mark.parametrize("word", ["हिन्दी", "กำลังพูดที่นี่", "e\u0301te\u0301"])
