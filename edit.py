@@ -208,7 +208,7 @@ def read_facts(
             unknown = record.keys() - {"source", "write", "prompt"}
             if unknown:
                 raise Damage(f"it has {', '.join(sorted(unknown))}")
-            if not (record["source"] and record["write"]):
+            if not (record["source"].strip() and record["write"].strip()):
                 raise Damage("source or write is empty")
         # Flags have escapes (text.spelling.typed), a file says what it means.
         texts = {name: text and text.replace("\\", "\\\\") for name, text in record.items()}

@@ -151,8 +151,9 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
     """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, head_dim] (RoPE: Su et al.,
     2021, section 3.2). The channels of a pair lie head_dim / 2 apart: both halves have the same
     cosines, and the sines of the first half have a minus."""
-    # Whatever dtype is the default: 16 bits have no position 257.
-    pair = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device)
+    # In 32 bits or more: 16 have no position 257.
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    pair = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
     frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
     if config.rope_scaling is not None:
         # Llama 3.1 keeps frequencies that make at least `high` turns within its original context,

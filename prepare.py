@@ -39,7 +39,7 @@ from pathlib import Path
 
 import tiktoken
 
-from common import UserError, check_ranges, command_line, flag, parse, remove, run
+from common import UserError, check_ranges, command_line, flag, parse, run
 from corpora.countries import CORPORA, write_corpus
 from text import bpe, huggingface, tokenizer
 from text.dataset import read_meta, read_tokenizer
@@ -192,15 +192,14 @@ def prepare_files(
     """Write the token folder of documents in files and folders, which are read once or, to train a
     tokenizer first, twice; they are never all in memory. Returns meta.json."""
     # 1) which files, and the tokenizer
-    max_bad = MAX_BAD if settings.input else 1  # published files cannot be corrected
-    report = Report(1, kind)
+    report = Report(MAX_BAD if settings.input else 1, kind)  # published files cannot be corrected
     found = find_files(paths, report.notes)
     books = []
     if settings.hold_out_files:
         books, found = held_out(found, settings.hold_out_files)
     columns = settings.column_names
     if encoding is None:
-        documents = read(found, Report(max_bad, kind), "counting words", columns)
+        documents = read(found, Report(report.max_bad, kind), "counting words", columns)
         texts = sampled(
             labelled(documents, settings.val_fraction, Counter()), SAMPLE / max(1, text_size(found))
         )
@@ -215,7 +214,6 @@ def prepare_files(
         documents = all_for_validation(read(books, report, "held out", columns), held)
         sources = [path.name for path in books]
         write(settings.out_dir / HELD_OUT, documents, sources=sources, val_fraction=1)
-    report.max_bad = max_bad  # of all files, also of those that are held out
     documents = read(found, report, "encoding", columns)
     if settings.val_fraction == 1:
         documents = all_for_validation(documents, held)
@@ -223,8 +221,6 @@ def prepare_files(
         documents = labelled(documents, settings.val_fraction, report.notes, held)
     sources = [path.resolve().name for path in paths]
     meta = write(settings.out_dir, documents, sources=sources, val_fraction=settings.val_fraction)
-    if settings.overwrite and not books:  # an earlier one, whose files are trained on now
-        remove(settings.out_dir / HELD_OUT)
 
     # 3) what is not as it was in the files
     if report.bad:
@@ -289,10 +285,13 @@ def propose(settings: Preparation, meta: dict) -> None:
 
 def main() -> None:
     settings = parse(Preparation, __doc__)
+    held = settings.out_dir / HELD_OUT
     if not settings.overwrite:  # before minutes of work
         check_free(settings.out_dir)
         if settings.hold_out_files:
-            check_free(settings.out_dir / HELD_OUT)
+            check_free(held)
+    elif not settings.hold_out_files and os.path.exists(held / "meta.json"):
+        raise UserError(f"{held} is of files that would be trained on: delete it, or hold some out")
 
     # 1) what kind of documents, and which tokenizer
     generated = not settings.input and settings.dataset in CORPORA

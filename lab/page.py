@@ -53,7 +53,7 @@ class Page(ThreadingHTTPServer):
             raise UserError(f"--port {port}: {error}: choose another, or 0 for any") from None
         device = common.pick_device("auto")
         self.model, self.encoding, self.checkpoint = load_to_decode(ckpt, device)
-        self.model.register_forward_pre_hook(self.check_stop)
+        self.model.blocks[0].register_forward_pre_hook(self.check_stop)
         layers = [layer for layer, block in enumerate(self.model.blocks) if block.row_width]
         self.chats = chats(self.checkpoint)
         example = {"source": "Spain", "target": "Germany", "write": "Lisbon."}

@@ -65,10 +65,9 @@ class Attention(model.Attention):
             if n == 1 or (past == 0 and n <= w):
                 return None
             documents = x.new_zeros(len(x), past + n)  # all in one
-        else:
-            documents = documents - documents.min()  # none is -1
-        # The documents of each block's keys, -1 where there is no key.
-        padded = F.pad(documents, (w - past, -n % w), value=-1)
+        # The documents of each block's keys, the lowest number where there is no key.
+        nowhere = torch.iinfo(torch.int64).min
+        padded = F.pad(documents.long(), (w - past, -n % w), value=nowhere)
         keys = padded.unfold(1, 2 * w, w)  # [B, blocks, 2w]
         queries = keys[..., w:]  # the second half of them
         key_place = torch.arange(2 * w, device=x.device)  # in the block before and its own

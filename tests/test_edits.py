@@ -483,6 +483,12 @@ def test_a_text_asks_the_same_where_it_would_name_another_names_answer():
             logits[..., 3] = torch.where(ids == 2, 50.0, logits[..., 3])
             return (logits[:, -1:] if last_only else logits), None
 
+        def hidden(self, ids):
+            return self(ids)[0]
+
+        def unembed(self, logits):
+            return logits
+
     texts = torch.tensor([[9, 3, 1, 39, 4, 2, 39], [9, 5, 39, 6, 2, 1, 7]])
     found = ask_the_same(Made(), torch.tensor([9, 8, 1]), [[9]], texts)
     assert torch.equal(found, (texts == 1) | (texts == 3))

@@ -409,6 +409,7 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
         (b'{"prompt": "Hi?", "response": "Ho.", "score": 0}', TOLD, "score"),
         ({"prompt": "Hi?", "output": '[{"content": 1}]'}, by_turns("Hi?", '[{"content": 1}]'), ""),
         ({"prompt": [ASKED], "completion": [ANSWERED]}, TOLD, ""),
+        ({"prompt": TOLD}, TOLD, ""),
         ({"conversation": TOLD, "model": "x"}, TOLD, "model"),  # WildChat's
         (
             b'{"system": "S", "instruction": "Hi?", "input": "x", "chosen": "Ho.", "rejected": '

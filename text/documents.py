@@ -208,7 +208,7 @@ def take_talk(left: dict, notes: Counter[str]) -> Messages:
     if not is_talk:
         if all(message["role"] != "user" for message in talk):
             raise ValueError("no question (--columns names it and its answer)")
-        if not left.keys() & {*ANSWERS}:
+        if talk[-1]["role"] == "user" and not left.keys() & {*ANSWERS}:
             raise ValueError("no answer, or an empty one (--columns names it and its question)")
         talk += take(left, ANSWERS, "assistant", notes)
     check_systems(talk)

@@ -66,7 +66,8 @@ LINK = re.compile(rf"(?<![a-zA-Z0-9_\\])\[([^\[\]^][^\[\]]*|)\]({ADDRESS}|\[[^\[
 MARKS = re.compile(
     r"(?<!`)(`+)(?P<code>[^`]+)\1|\\(?P<kept>[!-/:-@\[-`{-~])"  # what they have stays
     r"|<!--.*?-->|</?[a-zA-Z][^<>]*>"  # HTML
-    r"|\[\^[^\]]+\]:?|^\[[^\]]+\]: *\S+( +[\"'(].*)?$"  # a footnote's mark, a link's address
+    r"|\[\^[^\]]+\]:?"  # a footnote's mark
+    r"|^\[[^\]]+\]: *(<[^<>]*>|(?=\S*[/#.:]\S)\S+)( +[\"'(].*)?\s*$"  # a link's address
     r"|^ {0,3}(#{1,6}(?=\s)|(> ?)+)\s*|\s#+\s*$"  # headings, quotations
     r"|^\s*(=+|([-*_]\s*){3,}|(?=.*---)[|: -]+)\s*$"  # rules, also of tables
     r"|(?<![\d*])\*+(?=\S)|(?<=\S)\*+(?![\d*])|(?<!\w)_+(?=\S)|(?<=\S)_+(?!\w)"  # emphasis, not 2*3
@@ -192,9 +193,12 @@ def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
     start = next((line for line in file if line.strip()), "") if ending == ".json" else ""
     # An array, or a record over several lines, is not streamed.
     if start and (start.lstrip().startswith("[") or isinstance(record_of(start), ValueError)):
-        array = record_of(start + file.read())
-        yield from enumerate(array if isinstance(array, list) else [array], 1)
-        return
+        text = start + file.read()
+        whole = record_of(text)
+        if start.lstrip().startswith("[") or not isinstance(whole, ValueError):
+            yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
+            return
+        start, file = "", io.StringIO(text)  # lines, of which the first is bad
     for number, line in enumerate(chain([start], file), int(bool(start))):
         if line.strip():
             yield number, record_of(line)

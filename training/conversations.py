@@ -61,7 +61,9 @@ class Conversations(Source):
         return stacked(found)
 
     def spread(self, n_token: int) -> list[int]:
-        n = n_token * self.n_sequence // len(self.ids)  # few of them are full
+        """As of other sources, but sequences are counted as long as they are."""
+        read = np.diff(self.starts).clip(max=self.block_size)  # few are full, some are cut
+        n = n_token * self.n_sequence // int(read.sum())
         return super().spread(n * self.block_size)
 
     def question(self) -> list[int]:

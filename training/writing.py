@@ -276,6 +276,8 @@ def ask_the_same(
         follows = model.unembed(x).float().softmax(-1)  # [k, V]
         answered[may_ask] += shares(follows)[:, answers[other]] / N_OTHER
         may_ask &= answered + 1 - n / N_OTHER > share
+        if not may_ask.any():
+            break
     return answered > share
 
 

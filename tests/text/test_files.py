@@ -97,6 +97,7 @@ def test_a_table_in_another_encoding_is_said_to_be_in_one(tmp_path, encoding, co
         ("a.tsv", 'text\tid\nfine\t1\n"never" ends\t2\nfine\t3\n', r"\.tsv:3.* is written twice"),
         ("a.csv", "text\nit begins, and ends\n", r"\.csv:2: more cells than columns: quote"),
         ("a.csv", "question,answer,Answer\nq1,GOOD,\n", r"\.csv: 2 columns are called answer"),
+        ("a.json", '{"text": \n{"text": "b"}\n', r"1 of 2 documents \(.*a\.json:1: not JSON"),
     ],
 )
 def test_what_belongs_together_is_one_text_and_what_is_ambiguous_is_refused(
@@ -172,6 +173,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         ("请看[文档](a.md)和[另一个][1]，还有**重点**。\n", "请看文档和另一个，还有重点。\n"),
         ("[A](http://x.y/A_(b)) of ?a=1&copy=2\n[1]: http://x.y 'A'\n", "A of ?a=1&copy=2\n\n"),
         ("[Anna]: What *is* it?\n[1]: see p. 5\n", "[Anna]: What is it?\n[1]: see p. 5\n"),
+        ("[Bob]: Yes.\n[1]: http://x.y  \n[2]: <a b.md>\n", "[Bob]: Yes.\n\n\n"),
         ("> He said:\n> > *No*\n", "He said:\nNo\n"),
         ("* item\n- **one** &amp; two\n\n* * *\n***\n", "* item\n- one & two\n\n\n\n"),
         ("Title\n=====\n\n<b>Bold</b> 1 < 2 <!-- gone -->\n", "Title\n\n\nBold 1 < 2 \n"),
@@ -250,15 +252,12 @@ def test_whole_files_are_held_out_and_both_losses_are_printed(tmp_path, data, st
 
     name = read_meta(held)["sources"][0]
     shutil.copy(tmp_path / "books" / name, tmp_path / "books/again.jsonl")
-    with open(tmp_path / "books" / name, "a") as file:
-        file.write("{\n{\n")  # two of 662 documents are bad
     line = ["prepare.py --input books --out_dir c --tokenizer", data]
     said = command(*line, "--hold_out_files", "0.2").stdout
-    assert "skipped 2 of 662 documents" in said
     n = books(tmp_path / "c", "train")[names.index(name.removesuffix(".jsonl"))]
     assert n and f"note: {n} copies of documents of held_out/val.bin are trained on" in said
-    command(*line, "--overwrite")  # its files are not held out any more
-    assert not (tmp_path / "c/held_out").exists()
+    # Its files would be trained on now.
+    assert "c/held_out is of files that would be trained on" in refused(*line, "--overwrite")
 
     one = ["prepare.py --hold_out_files 0.2 --input books/1.jsonl --out_dir x --tokenizer", data]
     assert "two files or more" in refused(*one)

@@ -139,7 +139,7 @@ def test_a_long_conversation_keeps_an_answer(encoding):
     early = by_turns("yes", "no", "yes " * 30, "maybe")
     source = Conversations(packed(encoding, late, early), encoding, 16, None)
     ids, targets = source.sequences(range(2))
-    assert ids.shape == (2, 16) and source.n_cut == 2
+    assert ids.shape == (2, 16) and source.n_cut == 2 and source.spread(2 * 16) == [0, 1]
     assert said(encoding, targets) == [" no<|im_end|>", " no<|im_end|>"]
     assert encoding.decode([targets[0, -1]]) == tokenizer.END  # the row ends with the late answer
     assert ids[1, 0] == encoding.eot_token  # the head of the other
