@@ -192,10 +192,11 @@ def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
         return
     start = next((line for line in file if line.strip()), "") if ending == ".json" else ""
     # An array, or a record over several lines, is not streamed.
-    if start and (start.lstrip().startswith("[") or isinstance(record_of(start), ValueError)):
+    is_array = start.lstrip().startswith("[")
+    if is_array or (start and isinstance(record_of(start), ValueError)):
         text = start + file.read()
         whole = record_of(text)
-        if start.lstrip().startswith("[") or not isinstance(whole, ValueError):
+        if is_array or not isinstance(whole, ValueError):
             yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
             return
         start, file = "", io.StringIO(text)  # lines, of which the first is bad
