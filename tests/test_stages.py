@@ -137,7 +137,8 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     n_byte = len(data.encoding.decode(said).replace("<|im_end|>", "").encode())
     sizes = []
     model.register_forward_pre_hook(lambda _, given: sizes.append(len(given[0])))
-    found = validate(NextToken(model, "float32"), data, 7 * 64, size)
+    n_token = 1 + 7 * len(rows.ids) // rows.n_sequence  # in seven of them
+    found = validate(NextToken(model, "float32"), data, n_token, size)
     per_byte = expected * len(said) / n_byte
     wanted = {"val_loss": expected.item(), "val_loss_per_byte": per_byte.item()}
     assert found == pytest.approx(wanted, rel=1e-5)
