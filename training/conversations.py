@@ -31,8 +31,10 @@ class Conversations(Source):
         self.ids = ids
         self.encoding = encoding
         self.starts = np.append(np.flatnonzero(ids == encoding.eot_token), len(ids))
-        self.n_cut = int((np.diff(self.starts) > block_size + 1).sum())
-        super().__init__(len(self.starts) - 1, block_size, seed)
+        lengths = np.diff(self.starts)
+        self.n_cut = int((lengths > block_size + 1).sum())
+        super().__init__(len(lengths), block_size, seed)
+        self.n_token = int(lengths.clip(max=block_size).sum())  # few are full
 
     def sequence(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         number, _ = self.place(index)
@@ -59,12 +61,6 @@ class Conversations(Source):
             longest = min(-(-max(lengths) // 32) * 32, self.block_size)  # few shapes to compile
             found = [padded(*sequence, longest) for sequence in found]
         return stacked(found)
-
-    def spread(self, n_token: int) -> list[int]:
-        """As of other sources, but sequences are counted as long as they are."""
-        read = np.diff(self.starts).clip(max=self.block_size)  # few are full, some are cut
-        n = n_token * self.n_sequence // int(read.sum())
-        return super().spread(n * self.block_size)
 
     def question(self) -> list[int]:
         """Token ids of the first conversation up to its first answer."""

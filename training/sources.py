@@ -33,6 +33,7 @@ class Source:
     ) -> None:
         assert n_sequence > 0, f"not one sequence of {block_size} tokens, and the one that follows"
         self.n_sequence = n_sequence
+        self.n_token = n_sequence * block_size  # in all sequences, if they are full
         self.block_size = block_size
         self.seed = seed
         self.n_offset = n_offset
@@ -55,9 +56,9 @@ class Source:
         return self.sequences(range(number * size, (number + 1) * size))
 
     def spread(self, n_token: int) -> list[int]:
-        """The numbers of sequences that have about `n_token` tokens, each counted as full, spread
-        evenly over the whole source."""
-        n = max(1, min(self.n_sequence, n_token // self.block_size))
+        """The numbers of sequences that have about `n_token` tokens, spread evenly over the whole
+        source."""
+        n = max(1, min(self.n_sequence, n_token * self.n_sequence // self.n_token))
         return [number * self.n_sequence // n for number in range(n)]
 
 
