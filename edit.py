@@ -103,7 +103,7 @@ def edit_checkpoint(edit: Edit, path: Path | None) -> None:
         learned = bool(written)
     else:
         fill_in(edit, encoding, checkpoint)
-        located, after = new_rows(model, encoding, edit, earlier)
+        located, after = new_rows(model, encoding, edit, [*earlier])
         if path and edit.target:
             after = as_saved(edit, located, after)  # which is shown, then
         compare(model, encoding, edit, located, after)
@@ -239,6 +239,7 @@ def write_facts(
     before = score_answers(model, prompts, answers).probability
     rows: dict[int, Tensor] = {}
     learned, written = [], []
+    kept = earlier  # facts that later ones leave as they are
     bar = tqdm(all_located, "facts", unit="fact", disable=None)
     with bar, stop_signals(bar) as stops:
         for located in bar:
@@ -246,13 +247,15 @@ def write_facts(
                 bar.write(f"only the first {len(learned)} of {len(edits)} facts were tried")
                 break
             before_it = model.tables
-            changed = {**rows, **train_rows(model, *located, earlier=earlier + written)}
+            others = [*kept]  # but for those that this one corrects
+            changed = {**rows, **train_rows(model, *located, earlier=others)}
             model.tables = with_rows(own, changed)
             said = as_written(model, located)
             learned.append(bool(said))
             if said:
                 rows = changed
                 written.append((located.prompt, said))
+                kept = [*others, written[-1]]
             else:
                 model.tables = before_it
 

@@ -60,8 +60,9 @@ class Page(ThreadingHTTPServer):
         if edits.has_own_text(self.checkpoint):
             example = {}
         self.about = {"ckpt": ckpt, "layers": layers, "chats": self.chats, "example": example}
-        self.facts = [("", self.model.tables)]  # each with the tables that have it
-        self.earlier = edits.written_facts(self.checkpoint, self.model)
+        # What was written, each with the tables that have it, and the facts that are to stay then.
+        earlier = edits.written_facts(self.checkpoint, self.model)
+        self.facts = [("", self.model.tables, earlier)]
         self.talk: Chat | None = None
         self.busy = threading.Lock()
         self.stop = threading.Event()
@@ -96,7 +97,7 @@ class Page(ThreadingHTTPServer):
 
     def state(self) -> dict:
         """What the page shows beside answers: the model, and the facts that are written."""
-        return {**self.about, "facts": [fact for fact, _ in self.facts[1:]]}
+        return {**self.about, "facts": [fact for fact, *_ in self.facts[1:]]}
 
     def change(self, texts: dict[str, str], tables: list[int]) -> Iterator[dict]:
         """What the model writes before and after an edit: a name reads another's rows in some
@@ -104,8 +105,9 @@ class Page(ThreadingHTTPServer):
         edits.check_editable(self.model)
         wanted = edits.Edit(chat=self.chats, **texts)
         edits.fill_in(wanted, self.encoding, self.checkpoint)
+        earlier = [*self.facts[-1][2]]
         with redirect_stdout(io.StringIO()) as said:
-            located, after = edits.new_rows(self.model, self.encoding, wanted, self.earlier)
+            located, after = edits.new_rows(self.model, self.encoding, wanted, earlier)
         notes = said.getvalue().strip().replace("--", "")  # fields are named like flags
         if wanted.target:
             extra = swapped(after.tables, located.prompt, after.ids, tables)
@@ -118,14 +120,13 @@ class Page(ThreadingHTTPServer):
         if not answer:
             reason = edits.why_not_written(self.model, self.encoding, located)
             raise UserError(f"not learned, and not kept: {reason}")
-        self.facts.append((f"{wanted.source}: {wanted.write}", after.tables))
-        self.earlier.append((located.prompt, answer))
+        earlier.append((located.prompt, answer))
+        self.facts.append((f"{wanted.source}: {wanted.write}", after.tables, earlier))
 
     def undo(self) -> Iterator[dict]:
         if len(self.facts) == 1:
             raise UserError("no fact was written")
         self.facts.pop()
-        self.earlier.pop()
         yield {}
 
     def rows(self, prompt: str, table: int) -> Iterator[dict]:

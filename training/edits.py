@@ -156,10 +156,10 @@ class State(NamedTuple):
 
 
 def new_rows(
-    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: Sequence[Fact] = ()
+    model: Decoder, encoding: tiktoken.Encoding, edit: Edit, earlier: list[Fact] | None = None
 ) -> tuple[Located, State]:
     """Make an edit, after earlier ones that wrote facts: what it is about, and what is read then.
-    The model stays as it is."""
+    The model stays as it is. `earlier` loses the facts that this one corrects."""
     located = locate(model, encoding, edit)
     if edit.write:
         changed = train_rows(model, *located, earlier=earlier)

@@ -41,7 +41,7 @@ def train_rows(
     beginnings: Sequence[list[int]],
     stop: int = -1,
     spellings: Sequence[list[int]] = (),
-    earlier: Sequence[Fact] = (),
+    earlier: list[Fact] | None = None,
     keep: float | None = None,
 ) -> dict[int, Tensor]:
     """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
@@ -53,7 +53,8 @@ def train_rows(
         spellings: of the name in other tokens, as where no space is before it. These tokens keep
             their rows, but texts that have them are about the name, too.
         earlier: facts that were written before, the oldest first. Those whose prompts read the same
-            rows are taught again: else they are lost to the next ones about their name.
+            rows are taught again: else they are lost to the next ones about their name. Those that
+            this one corrects are taken out of the list.
         keep: weight of what must not change; None: KEEP.
 
     Returns:
@@ -64,6 +65,7 @@ def train_rows(
     own = own_tokens(model, prompt[0], name)
     texts = texts_about(model, beginnings, stop)
     others = texts_about_namesakes(model, prompt, name, own, stop)
+    earlier = [] if earlier is None else earlier
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
@@ -72,9 +74,12 @@ def train_rows(
     rows = model.tables.extra
     try:
         keep = KEEP if keep is None else keep
-        write_fact(model, [rows], facts, [name, *spellings], texts, keep, RATE, stop, others)
+        names = [name, *spellings]
+        taught = write_fact(model, [rows], facts, names, texts, keep, RATE, stop, others)
     finally:  # also where it is interrupted, as in a notebook
         model.tables = tables
+    corrected = [asked for asked, said in facts if (asked, said) not in taught]
+    earlier[:] = [fact for fact in earlier if fact[0] not in corrected]
     return dict(zip(own, rows.detach(), strict=True))
 
 
@@ -152,7 +157,7 @@ def write_fact(
     rate: float,
     stop: int = -1,
     namesakes: Tensor | None = None,
-) -> None:
+) -> list[Fact]:
     """Let the answer of the first of `facts` follow its prompt, by training some weights of the
     model: here, the extra rows of a name. The other facts were written earlier: they are taught
     again.
@@ -160,9 +165,11 @@ def write_fact(
     What the texts [N, T] say of the name otherwise is to stay: their predictions are held by the KL
     divergence from those before. Where they ask for the same fact, the answer is taught, too: what
     it says, however it is opened. An earlier fact that asks for the same in other words, and has
-    another answer, is corrected by that. `names`: of `renamed`. `keep`: weight of what is to stay.
-    `rate`: Adam's at the first step. `stop`: the token that texts repeat where they have ended.
-    `namesakes`: texts about other names [N, T], which are held everywhere."""
+    another answer, is corrected by that. Returns the facts that were taught: all but those.
+
+    `names`: of `renamed`. `keep`: weight of what is to stay. `rate`: Adam's at the first step.
+    `stop`: the token that texts repeat where they have ended. `namesakes`: texts about other names
+    [N, T], which are held everywhere."""
     # 1) where the fact is asked for
     prompt, answer = facts[0]
     n_open, first = opening_of(model, prompt, names, answer)
@@ -211,6 +218,7 @@ def write_fact(
         nats.backward()
         optimizer.param_groups[0]["lr"] = rate * (1 - step / STEPS)
         optimizer.step()
+    return taught
 
 
 # --- what asks for the same fact ---
