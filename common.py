@@ -168,14 +168,14 @@ def add_flags(
         if "about" not in more or ("of" in more and not more["of"](ffn)):
             continue
         name = f"--{setting.name}"
-        shown = (defaults or {}).get(setting.name, more.get("shown", setting.default))
+        default = (defaults or {}).get(setting.name, more.get("shown", setting.default))
         if setting.default is MISSING:
             name = setting.name
-            shown = None
+            default = None
         # To argparse, % begins a name.
         options = {"help": more["about"].replace("%", "%%"), "default": SUPPRESS}
-        if shown or type(shown) in (int, float):  # also 0, but not False
-            options["help"] += f" ({shown})"
+        if default or type(default) in (int, float):  # also 0, but not False
+            options["help"] += f" ({default})"
         value_type = types[setting.name]
         value_type = (get_args(value_type) or [value_type])[0]  # of `int | None`
         is_path = value_type is Path or setting.name in ("ckpt", "data_dir", "tokenizer")
@@ -184,7 +184,7 @@ def add_flags(
             options.update(type=given, choices=more.get("choices"))
             if "nargs" in more:  # --input a --input b is --input a b
                 options.update(nargs=more["nargs"], action="extend")
-        elif shown or setting.default is None:
+        elif default or setting.default is None:
             options["action"] = BooleanOptionalAction
         else:
             options["action"] = "store_true"
@@ -212,8 +212,8 @@ class Parser(ArgumentParser):
             known = self._option_string_actions
             name = unknown[0].partition("=")[0]
             close = get_close_matches(name, known, 1, 0.8)
-            close += [flag for flag in known if initials(flag) == name]  # --lr
-            close += [flag for flag in known if flag.startswith(name)]  # --max_new
+            close += [other for other in known if initials(other) == name]  # --lr
+            close += [other for other in known if other.startswith(name)]  # --max_new
             meant = f"; did you mean {close[0]}?" if close else ""
             if not name.startswith("-"):
                 meant = "; a value follows the name of its flag"
