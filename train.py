@@ -158,7 +158,6 @@ class Run:
 
 def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does once its flags have become settings."""
-    files = digests(settings.model.ffn, settings.model.attention)
     with run_folder(settings.out_dir):
         # 1) data, and the checkpoint to continue or to start from
         checkpoint = None
@@ -172,7 +171,7 @@ def train(settings: Settings) -> None:
         check_start(settings, data, checkpoint)
 
         # 2) train
-        run = start(settings, files, data, checkpoint)
+        run = start(settings, data, checkpoint)
         del checkpoint  # else its file stays mapped, and takes room when it has been replaced
         describe(settings, data, run.objective)
         fit(run)
@@ -206,7 +205,7 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
         raise UserError(f"{out_dir} has the run of an earlier command: {ways}")
 
 
-def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dict | None) -> Run:
+def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
     """A run at its first step or, if it resumes, at the step of its checkpoint."""
     # 1) how a step is divided: as many micro-batches for each rank, none above --device_batch_size
     # (8 sequences, 4 at a time: 2 micro-batches; 3 ranks would need 6, which do not divide 8)
@@ -218,6 +217,7 @@ def start(settings: Settings, files: dict[str, str], data: Data, checkpoint: dic
         raise UserError("--table_optimizer adamw: in one process only")
 
     # 2) the model
+    files = digests(settings.model.ffn, settings.model.attention)
     device = pick_device(settings.device)
     dtype = training_dtype(settings.dtype, device)
     torch.manual_seed(settings.seed)

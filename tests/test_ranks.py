@@ -211,7 +211,7 @@ def test_what_several_processes_cannot_share_is_one_line(
     monkeypatch.setattr(ranks, "size", n)
     given = dict(RUN, **SHAPE, data_dir=str(data), out_dir=tmp_path, **more)
     with user_error(said):
-        train.start(train.resolve_settings(**given), {}, Data(str(data), "text", 32, 1, 99), None)
+        train.start(train.resolve_settings(**given), Data(str(data), "text", 32, 1, 99), None)
 
 
 def test_further_tables_of_a_relative_are_refused_whose_columns_would_be_lost(monkeypatch):
