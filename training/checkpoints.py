@@ -127,28 +127,8 @@ def save_checkpoint(
     """
     model = getattr(model, "_orig_mod", model)  # of torch.compile(model), which has other names
     check_encoding(path, encoding, model.config)
-    where = "of a file in relatives/"
-    made, read = type(model), decoder_class(model.config.ffn)
-    if made.__module__ != read.__module__:  # a file that was reloaded has another class, too
-        kinds = f"a {made.__module__}.{made.__name__} would be read as {read.__module__}.Decoder"
-        raise UserError(f"{path}: {kinds}: make it the class Decoder {where}")
-    tables = model.tables
-    if not tables.can_be_saved:
-        raise UserError(f"{path}: rows that are read in place of others are saved by edit.save")
-    kind = type(tables)
-    places = ["tables", "offload"]
-    if made.make_tables is not Decoder.make_tables:
-        places.append("relatives")
-    if kind.__module__.partition(".")[0] not in places:
-        raise UserError(f"{path}: no {kind.__name__} would be read: make it in a Decoder {where}")
-    with torch.device("meta"):
-        others = read(model.config).state_dict().keys() ^ model.state_dict().keys()
-    if others:  # as of a head that was added, or of weights that are pruned
-        names = ", ".join(sorted(others)[:4])
-        raise UserError(
-            f"{path}: readers have other weights ({names}): make them in a Decoder {where}"
-        )
-    storage = tables.storage if tables.on_disk else None
+    check_readable(path, model)
+    storage = model.tables.storage if model.tables.on_disk else None
     args = {**(args or {}), **asdict(model.config)}
     flat = Settings.from_flat(args).flat()
     checkpoint = {
@@ -167,6 +147,30 @@ def save_checkpoint(
     elif storage is not None:
         for array in storage.arrays.values():
             list(storage.gather_columns(array))  # all ranks take part while rank 0 copies
+
+
+def check_readable(path: str | Path, model: Decoder) -> None:
+    """UserError: readers, who make the model anew, would make another one."""
+    where = "of a file in relatives/"
+    made, read = type(model), decoder_class(model.config.ffn)
+    if made.__module__ != read.__module__:  # a file that was reloaded has another class, too
+        kinds = f"a {made.__module__}.{made.__name__} would be read as {read.__module__}.Decoder"
+        raise UserError(f"{path}: {kinds}: make it the class Decoder {where}")
+    if not model.tables.can_be_saved:
+        raise UserError(f"{path}: rows that are read in place of others are saved by edit.save")
+    kind = type(model.tables)
+    places = ["tables", "offload"]
+    if made.make_tables is not Decoder.make_tables:
+        places.append("relatives")
+    if kind.__module__.partition(".")[0] not in places:
+        raise UserError(f"{path}: no {kind.__name__} would be read: make it in a Decoder {where}")
+    with torch.device("meta"):
+        others = read(model.config).state_dict().keys() ^ model.state_dict().keys()
+    if others:  # as of a head that was added, or of weights that are pruned
+        names = ", ".join(sorted(others)[:4])
+        raise UserError(
+            f"{path}: readers have other weights ({names}): make them in a Decoder {where}"
+        )
 
 
 def write_checkpoint(path: Path, checkpoint: dict) -> None:
