@@ -116,10 +116,9 @@ class Optimizer:
         linear, other = [], []
         self.names: dict[Tensor, str] = {}
         for name, parameter in model.named_parameters():
-            # Those that are frozen are there, too: they may be released later. AdamW leaves alone
-            # what has no gradient, and refuses integers.
-            is_fixed = not (parameter.requires_grad or parameter.is_floating_point())
-            if parameter in rows or is_fixed:
+            # Those that are frozen are there, too: they may be released later, and AdamW leaves
+            # alone what has no gradient.
+            if parameter in rows:
                 continue
             self.names[parameter] = name
             if parameter.dim() >= 2 and parameter not in looked_up:
