@@ -519,7 +519,7 @@ def test_rows_whose_records_never_left_the_device_are_known_to_train(gpu, capsys
     whole = SimpleNamespace(
         rmsprops={"tables": optimizer},
         scaler=SimpleNamespace(enabled=False),
-        adamw=SimpleNamespace(param_groups=[]),
+        in_adamw=[],
     )
     check_trained(nn.Identity(), whole)
     assert "not trained" not in capsys.readouterr().out

@@ -22,7 +22,7 @@ def check_trained(model: Decoder, optimizer: Optimizer) -> None:
         tqdm.write("note: no step was taken so far, as gradients overflow float16: take float32?")
         return
     names = []
-    mine = {p for group in optimizer.adamw.param_groups for p in group["params"]}
+    mine = set(optimizer.in_adamw)
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad or parameter not in mine:
             continue

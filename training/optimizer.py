@@ -132,14 +132,18 @@ class Optimizer:
         ]
         self.adamw = torch.optim.AdamW(groups, settings.learning_rate, betas, fused=True)
 
+    @property
+    def in_adamw(self) -> list[Tensor]:
+        """What AdamW trains, in its order: `params`, but for those that somebody has added to it,
+        or taken out of it for another optimizer."""
+        return [p for group in self.adamw.param_groups for p in group["params"]]
+
     @torch.no_grad()
     def step(self, *, fraction: float) -> Tensor:
         """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
         gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
-        # Some may have been added to AdamW, or taken out of it, for another optimizer.
-        added = [p for group in self.adamw.param_groups for p in group["params"]]
-        params = list(dict.fromkeys(self.params + added))  # each once
+        params = list(dict.fromkeys(self.params + self.in_adamw))  # each once
         ranks.add_up_gradients(params)
         grads = [p.grad for p in params if p.grad is not None]
         row_grads = []
@@ -185,8 +189,7 @@ class Optimizer:
     def owners(self) -> dict[str | int, Tensor]:
         """AdamW's parameters in their order, by name: their order may change, when lines of a model
         do. Those that are not the model's, but were added to AdamW, by number."""
-        added = [p for group in self.adamw.param_groups for p in group["params"]]
-        return {self.names.get(parameter, n): parameter for n, parameter in enumerate(added)}
+        return {self.names.get(p, n): p for n, p in enumerate(self.in_adamw)}
 
     def state_dict(self) -> dict:
         # Of AdamW's groups the rates, from which a scheduler goes on: all else is in the settings.
