@@ -76,7 +76,8 @@ class Meter:
         self.log = log
         self.check = check
         self.latest: dict[str, float] = {}  # figures of the last step that was read
-        self.waiting: list[dict[str, Tensor | float]] = []  # steps, the first at `started`
+        # Numbers of steps, the first of which began at `started`, and their figures.
+        self.waiting: list[tuple[int, dict[str, Tensor | float]]] = []
 
     def start(self, n_token: int) -> None:
         """A step of `n_token` tokens begins."""
@@ -87,7 +88,7 @@ class Meter:
 
     def end(self, step: int, **figures: Tensor | float) -> None:
         """Step number `step` has ended."""
-        self.waiting.append({"step": step, **figures})
+        self.waiting.append((step, figures))
         if len(self.waiting) == self.READ_EVERY:
             self.read()
 
@@ -95,13 +96,12 @@ class Meter:
         """Log all steps so far."""
         if not self.waiting:
             return
-        for figures in self.waiting:
+        for _, figures in self.waiting:
             for name, value in figures.items():
                 if isinstance(value, Tensor):
                     figures[name] = value.item()  # the host waits
         tok_per_s = self.n_token / (time.perf_counter() - self.started)
-        for figures in self.waiting:
-            step = figures.pop("step")
+        for step, figures in self.waiting:
             self.latest = {**figures, "tok_per_s": tok_per_s}
             self.log.write(type="step", step=step, **self.latest)
             self.check(figures["train_loss"], step)
