@@ -88,11 +88,10 @@ class Preference(NextToken):
         ones."""
         margins = torch.cat(self.margins).cpu().double()
         self.margins = []
-        sums = torch.stack((margins.sum(), (margins > 0).double().sum()))
-        count = torch.tensor(float(len(margins)), dtype=torch.float64)
-        ranks.add_up(sums, count)
-        margin, accuracy = (sums / count).tolist()
-        return {"margin": margin, "accuracy": accuracy}
+        sums = torch.tensor([margins.sum(), (margins > 0).sum(), len(margins)], dtype=torch.float64)
+        ranks.add_up(sums)
+        margin, n_positive, n = sums.tolist()
+        return {"margin": margin / n, "accuracy": n_positive / n}
 
 
 def keys_of(ids: Tensor, targets: Tensor) -> Iterable[bytes]:
