@@ -57,19 +57,15 @@ class NextToken:
             return nullcontext()
         return torch.autocast(self.model.device.type, getattr(torch, self.dtype))
 
-    def documents(self, ids: Tensor) -> Tensor | None:
-        """As `documents_of`."""
-        return documents_of(ids, self.boundary)
-
     def prefetch(self, ids: Tensor) -> None:
         """Begin to fetch the rows of the next batch [B, T]."""
-        addresses = self.model.addresses(ids, ids.shape[1], self.documents(ids))
-        self.model.tables.prefetch(addresses)
+        documents = documents_of(ids, self.boundary)
+        self.model.tables.prefetch(self.model.addresses(ids, ids.shape[1], documents))
 
     def __call__(self, ids: Tensor, targets: Tensor) -> Tensor:
         """ids, targets [B, T] on the CPU -> the mean loss in nats per token, on the device."""
         with self.autocast():
-            _, loss = self.model(ids, targets, documents=self.documents(ids))
+            _, loss = self.model(ids, targets, documents=documents_of(ids, self.boundary))
         return loss
 
 
