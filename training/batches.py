@@ -20,8 +20,8 @@ SOURCES = {"chat": Conversations, "preference": Pairs}
 class Data:
     """What a run reads.
 
-    train: a source of sequences. After `n_sequence` of them, one is read again (of a mixture, in
-        the folder that is the first to end).
+    train: a source of sequences, if a run reads them. After `n_sequence` of them, one is read again
+        (of a mixture, in the folder that is the first to end).
     val: a source for each folder.
     weights, metas: the share of each folder in a mixture, and its meta.json.
     encoding, corpora: their tokenizer, and the names of the corpora they hold.
@@ -60,12 +60,12 @@ class Data:
             if total:
                 train.append(self.open(folder, "train", meta, reads, block_size, seed))
             self.val[str(folder)] = self.open(folder, "val", meta, reads, block_size, None)
-        pairs = zip(train, self.weights, strict=False)
-        self.n_sequence = min((source.n_sequence / weight for source, weight in pairs), default=0)
-        if len(train) > 1:
-            self.train = Mixture(train, self.weights, total, seed)
-        elif train:
+        if total:
+            pairs = zip(train, self.weights, strict=True)
+            self.n_sequence = min(source.n_sequence / weight for source, weight in pairs)
             self.train = train[0]
+            if len(train) > 1:
+                self.train = Mixture(train, self.weights, total, seed)
 
     def open(
         self, folder: Path, split: str, meta: dict, reads: str, block_size: int, seed: int | None
