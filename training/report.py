@@ -83,10 +83,9 @@ def describe(settings: Settings, data: Data, objective: NextToken) -> None:
     if is_slow and passes(settings, data) > 2 * STAGES[settings.stage].epochs:
         what = "few conversations" if settings.stage == "sft" else "few pairs"
         print(f"note: {what}: a larger --learning_rate learns more, such as {rate}")
-    n_cut = getattr(data.train, "n_cut", 0)
-    if n_cut:
-        print(f"{n_cut:,} conversations are longer than --block_size and will be cut")
-    n_same = sum(getattr(source, "n_same", 0) for source in (data.train, *data.val.values()))
+    if data.train.n_cut:
+        print(f"{data.train.n_cut:,} conversations are longer than --block_size and will be cut")
+    n_same = sum(source.n_same for source in (data.train, *data.val.values()))
     if n_same:
         print(f"{n_same:,} pairs are left out: cut to --block_size, their answers are the same")
 

@@ -28,6 +28,9 @@ class Source:
     What is not text has `question()`, too, the prompt that is answered at the end of a run.
     """
 
+    n_cut = 0  # conversations that are cut to block_size
+    n_same = 0  # pairs that are left out, as their answers are the same then
+
     def __init__(
         self, n_sequence: int, block_size: int, seed: int | None, n_offset: int = 1
     ) -> None:
