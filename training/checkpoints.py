@@ -191,16 +191,7 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
         with open(temporary, "wb") as file:
             if storage is not None:
                 name = temporary.suffixes[-2][1:]  # by which `discard` finds it
-                others = rows_put_in(storage, checkpoint["model"])
-                saved = storage.copy(tables_folder(path) / name, **others)
-                checkpoint["tables"] = {"id": name, **saved}
-                weights = checkpoint["model"].items()
-                checkpoint["model"] = {k: w for k, w in weights if not k.startswith("tables.")}
-                if "state" in storage.arrays and "optimizer" in checkpoint:
-                    optimizer = checkpoint["optimizer"]  # the caller's, which stays as it is
-                    rows = optimizer["rows"]
-                    rows = {**rows, "tables": {**rows["tables"], "state": None}}
-                    checkpoint["optimizer"] = {**optimizer, "rows": rows}
+                checkpoint = move_tables(checkpoint, storage, tables_folder(path) / name)
             try:
                 torch.save(checkpoint, file)
             except RuntimeError as error:
@@ -211,6 +202,23 @@ def write_checkpoint(path: Path, checkpoint: dict) -> None:
         except UserError as error:
             raise ValueError(f"no command could read {path}: {error}") from None
     remove_replaced(path, checkpoint)
+
+
+def move_tables(checkpoint: dict, storage: DiskStorage, snapshot: Path) -> dict:
+    """Copy tables on disk to a snapshot, a new folder. Returns a checkpoint that names it in place
+    of having rows and their state; the one that is given stays as it is."""
+    weights = checkpoint["model"]
+    saved = storage.copy(snapshot, **rows_put_in(storage, weights))
+    checkpoint = {
+        **checkpoint,
+        "tables": {"id": snapshot.name, **saved},
+        "model": {k: w for k, w in weights.items() if not k.startswith("tables.")},
+    }
+    if "state" in storage.arrays and "optimizer" in checkpoint:
+        rows = checkpoint["optimizer"]["rows"]
+        rows = {**rows, "tables": {**rows["tables"], "state": None}}
+        checkpoint["optimizer"] = {**checkpoint["optimizer"], "rows": rows}
+    return checkpoint
 
 
 def rows_put_in(storage: DiskStorage, weights: dict[str, Tensor]) -> dict[str, Tensor]:
