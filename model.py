@@ -253,6 +253,21 @@ class Cache:
         self.length = 0
         self.ids: Tensor | None = None  # [B, length], table_ids of the text so far
 
+    def continue_text(self, ids: Tensor) -> Tensor:
+        """Add table_ids [B, T] of new tokens. Returns those of the text so far, [B, S]."""
+        text = ids.clone()  # the caller may write the next token into the same tensor
+        if self.length > 0:
+            n = self.ids.shape[1]
+            assert self.length <= n, f"length {self.length}: the cache has {n} tokens"
+            can_go_back = all(type(kept) in (LayerCache, type(None)) for kept in self.layers)
+            assert can_go_back or self.length == n, (
+                f"{n - self.length} tokens were taken back from a cache that has overwritten what "
+                "it kept of earlier ones: begin again with length 0"
+            )
+            text = torch.cat((self.ids[:, : self.length], ids), dim=1)
+        self.ids = text
+        return text
+
 
 class Attention(nn.Module):
     """Attention to all tokens so far.
@@ -643,21 +658,12 @@ class Decoder(nn.Module):
         tokens that the layer sees, which are then returned: [B, S, row_width]."""
         n = ids.shape[1]
         start = cache.length
-        if start > 0:
-            taken_back = cache.ids.shape[1] - start
-            assert taken_back >= 0, f"length {start}: the cache has {cache.ids.shape[1]} tokens"
-            can_go_back = all(type(kept) in (LayerCache, type(None)) for kept in cache.layers)
-            assert can_go_back or not taken_back, (
-                f"{taken_back} tokens were taken back from a cache that has overwritten what it "
-                "kept of earlier ones: begin again with length 0"
-            )
-            ids = torch.cat((cache.ids[:, :start], ids), dim=1)  # the text so far
-        cache.ids = ids.clone()  # the caller may write the next token into the same tensor
+        text = cache.continue_text(ids)  # [B, S]
         # There are no earlier tokens, or their keys and values are kept.
         if start == 0 or cache.layers[0] is not None:
-            return self.layer_rows(self.addresses(ids, n, documents))
+            return self.layer_rows(self.addresses(text, n, documents))
         n_seen = [block.attn.n_past(start) + n for block in self.blocks]
-        layer_rows = self.layer_rows(self.addresses(ids, max(n_seen), documents))
+        layer_rows = self.layer_rows(self.addresses(text, max(n_seen), documents))
         return (rows[:, -seen:] for rows, seen in zip(layer_rows, n_seen, strict=True))
 
     def addresses(self, ids: Tensor, n: int, documents: Tensor | None = None) -> Tensor:
