@@ -39,7 +39,7 @@ from torch import Tensor
 
 from tables.storage import TableStorage
 from tables.tables import StoredTables, send
-from tables.zero_copy import ZeroCopy, done, places, seen_by_gpu
+from tables.zero_copy import Records, ZeroCopy, done, places, seen_by_gpu
 
 
 class TransferRing:
@@ -75,19 +75,18 @@ class TransferRing:
         self.last = self.worker.submit(do)
         return self.last
 
-    def fetch(self, parts: list[slice], *records) -> list[Future]:
+    def fetch(self, parts: list[slice], records: Records) -> list[Future]:
         """As `ZeroCopy.fetch`, by jobs of the worker."""
-        ids, _, on_device, _ = records
-        self.run(self.storage.read_ahead, ids, list(on_device))
-        return [self.run(self.do_fetch, part, *records) for part in parts]
+        self.run(self.storage.read_ahead, records.ids, list(records.on_device))
+        return [self.run(self.do_fetch, tables, records) for tables in parts]
 
-    def write_back(self, *records) -> None:
+    def write_back(self, records: Records) -> None:
         """As `ZeroCopy.write_back`, by a job of the worker."""
-        self.run(self.do_write_back, slice(0, self.storage.shape[1]), *records)
+        self.run(self.do_write_back, slice(0, self.storage.shape[1]), records)
 
-    def do_fetch(self, *records) -> torch.cuda.Event:
+    def do_fetch(self, tables: slice, records: Records) -> torch.cuda.Event:
         """Job: bring records of one part to the device. Returns the event of arrival."""
-        for stored, part, on_device, at in self.chunks(*records):
+        for stored, part, on_device, at in self.chunks(tables, records):
             staging, copied = self.next_staging(stored, len(part))
             copied.synchronize()  # H1
             torch.index_select(stored, 0, part, out=staging)
@@ -96,10 +95,10 @@ class TransferRing:
             copied.record()
         return self.stream.record_event()
 
-    def do_write_back(self, *records) -> None:
+    def do_write_back(self, tables: slice, records: Records) -> None:
         """Job: store records of one part that are on the device."""
         before = None
-        for stored, part, on_device, at in self.chunks(*records):
+        for stored, part, on_device, at in self.chunks(tables, records):
             staging, copied = self.next_staging(stored, len(part))
             staging.flatten(0, 1).copy_(on_device.index_select(0, at), non_blocking=True)
             copied.record()
@@ -108,17 +107,11 @@ class TransferRing:
             before = (stored, part, staging, copied)
         store(*before)  # before anything more is fetched (H3)
 
-    def chunks(
-        self,
-        tables: slice,
-        ids: Tensor,
-        slots: Tensor,
-        on_device: dict[str, Tensor],
-        free: torch.cuda.Event,
-    ) -> Iterator[tuple]:
+    def chunks(self, tables: slice, records: Records) -> Iterator[tuple]:
         """Yield the records of one array after the other, as many tokens at a time as a buffer
         takes: the stored array [V, tables, W], the tokens [n], the array's slots on the device as a
         matrix [n_table * n_slot, W], and the places of these tokens in it [n * tables]."""
+        ids, slots, on_device, free = records
         self.stream.wait_event(free)  # H2
         for name, numbers in on_device.items():
             stored = self.storage.arrays[name][:, tables]
@@ -241,7 +234,8 @@ class OffloadedTables(StoredTables):
         rows = self.new_slots("rows", len(distinct))
         parts = list(growing(len(self.weight)))
         slots = torch.arange(len(distinct))
-        arrivals = self.transfers.fetch(parts, distinct, slots, {"rows": rows}, self.free)
+        records = Records(distinct, slots, {"rows": rows}, self.free)
+        arrivals = self.transfers.fetch(parts, records)
         return self.arrived(rows, parts, arrivals, send(position, self.device))
 
     def arrived(
@@ -288,11 +282,16 @@ class OffloadedTables(StoredTables):
             self.grow(len(missing) - len(free))
             free = np.flatnonzero(self.token_in < 0)
         slots = free[: len(missing)]
-        records = torch.from_numpy(missing), torch.from_numpy(slots), self.working_set
-        (self.fetched,) = self.transfers.fetch([slice(0, len(self.weight))], *records, self.free)
+        (self.fetched,) = self.transfers.fetch(
+            [slice(0, len(self.weight))], self.records(missing, slots)
+        )
         self.token_in[slots] = missing  # not before: to fetch may fail
         self.slot_of[missing] = slots
         self.coming[missing] = True
+
+    def records(self, ids: np.ndarray, slots: np.ndarray) -> Records:
+        """Those of tokens `ids` [n] in slots of the working set."""
+        return Records(torch.from_numpy(ids), torch.from_numpy(slots), self.working_set, self.free)
 
     def wait_for(self, arrival: Future) -> None:
         """Let the compute stream wait for a fetch and those before, and the host for the worker."""
@@ -307,8 +306,7 @@ class OffloadedTables(StoredTables):
         slots = np.flatnonzero(leaving)
         tokens = self.token_in[slots]
         if len(tokens):
-            records = torch.from_numpy(tokens), torch.from_numpy(slots), self.working_set
-            self.transfers.write_back(*records, self.free)
+            self.transfers.write_back(self.records(tokens, slots))
         self.token_in[slots] = -1
         self.slot_of[tokens] = -1
         self.announced = ids[:0]  # they may have no slots by the next call

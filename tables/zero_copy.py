@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -107,6 +108,15 @@ def places(slots: Tensor, n_slot: int, tables: Tensor) -> Tensor:
     return slots[:, None] + n_slot * tables
 
 
+class Records(NamedTuple):
+    """What tokens own, on its way between an array of the host and the device."""
+
+    ids: Tensor  # [n], the tokens
+    slots: Tensor  # [n], where they are on the device
+    on_device: dict[str, Tensor]  # slots [n_table, n_slot, W] of arrays, by name
+    free: torch.cuda.Event  # after it, these slots may be written, or read
+
+
 class ZeroCopy:
     """Moves records by kernels of a side stream that read and write arrays of the host, see
     `seen_by_gpu`."""
@@ -118,34 +128,18 @@ class ZeroCopy:
         self.arrays = arrays
         self.last: torch.cuda.Event | None = None  # the end of transfers nobody waited for
 
-    def fetch(self, parts: list[slice], *records) -> list[Future]:
-        """Bring records to the device, one part of the tables after the other.
+    def fetch(self, parts: list[slice], records: Records) -> list[Future]:
+        """Bring records to the device, one part of the tables after the other. Returns the event of
+        each part's arrival, as the result of a job."""
+        return [done(event) for event in self.copy(parts, records, to_device=True)]
 
-        Args:
-            parts: tables that travel together.
-            ids, slots: [n], tokens, and where they go.
-            on_device: slots [n_table, n_slot, W] of arrays, by name.
-            free: an event after which these slots may be written, or read.
-
-        Returns:
-            The event of each part's arrival, as the result of a job.
-        """
-        return [done(event) for event in self.copy(True, parts, *records)]
-
-    def write_back(self, *records) -> None:
-        """Store records, said as in `fetch`, that are on the device."""
+    def write_back(self, records: Records) -> None:
+        """Store records that are on the device."""
         n_table = self.arrays["rows"].shape[1]
-        self.copy(False, [slice(0, n_table)], *records)
+        self.copy([slice(0, n_table)], records, to_device=False)
 
-    def copy(
-        self,
-        to_device: bool,
-        parts: list[slice],
-        ids: Tensor,
-        slots: Tensor,
-        on_device: dict[str, Tensor],
-        free: torch.cuda.Event,
-    ) -> list[torch.cuda.Event]:
+    def copy(self, parts: list[slice], records: Records, to_device: bool) -> list[torch.cuda.Event]:
+        ids, slots, on_device, free = records
         ends = []
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(free)  # H2
