@@ -277,14 +277,12 @@ class OffloadedTables(StoredTables):
         missing = ids[self.slot_of[ids] < 0]
         if len(missing) == 0:
             return
-        free = np.flatnonzero(self.token_in < 0)
-        if len(free) < len(missing):
-            self.grow(len(missing) - len(free))
-            free = np.flatnonzero(self.token_in < 0)
-        slots = free[: len(missing)]
-        (self.fetched,) = self.transfers.fetch(
-            [slice(0, len(self.weight))], self.records(missing, slots)
-        )
+        n_free = np.count_nonzero(self.token_in < 0)
+        if n_free < len(missing):
+            self.grow(len(missing) - n_free)
+        slots = np.flatnonzero(self.token_in < 0)[: len(missing)]
+        whole = slice(0, len(self.weight))  # all tables at once
+        (self.fetched,) = self.transfers.fetch([whole], self.records(missing, slots))
         self.token_in[slots] = missing  # not before: to fetch may fail
         self.slot_of[missing] = slots
         self.coming[missing] = True
