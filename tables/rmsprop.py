@@ -53,14 +53,7 @@ class RowRMSprop:
         seed: int = 0,
     ) -> None:
         assert state in ("row", "number"), f"state={state!r} is neither 'row' nor 'number'"
-        is_table = isinstance(tables, Tables) and len(tables.weight) > 0
-        assert is_table, f"{type(tables).__name__} has no rows for this optimizer: AdamW trains it"
-        n_own = len({id(weight) for weight in tables.weight})
-        assert n_own == len(tables.weight), (
-            "two layers have one table, whose rows would be updated twice: see relatives/engram.py"
-        )
-        dtype = tables.rows(0).dtype
-        assert dtype in DTYPES.values(), f"rows are {dtype}: train them in float32 or bfloat16"
+        check_tables(tables)
         # Nobody collects gradients of parameters, which rows may have become, as by the last
         # optimizer, or by `from_pretrained` of transformers. (tables.requires_grad_ would freeze.)
         for weight in tables.weight:
@@ -84,15 +77,7 @@ class RowRMSprop:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Update the rows read since the last step, by `Tables.gradients`, which are then gone."""
-        # Not before: a process group may begin after this was made (lightning, transformers).
-        n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-        assert self.tables.n_rank == n_rank, (
-            f"{n_rank} processes would each train rows of their own, as nobody sums the gradients "
-            "of rows. In DDP, make rows parameters before AdamW and DDP are made: "
-            "requires_grad_(True) of each of tables.weight, without RowRMSprop. (Our train.py "
-            "splits tables by columns. For models that are not to be the same, set their "
-            f"tables.n_rank = {n_rank}.)"
-        )
+        check_processes(self.tables)
         ids, grads = self.tables.gradients()
         self.steps += 1
         gap = (self.steps - self.last[ids]).float()[:, None]  # [n, 1]
@@ -163,3 +148,28 @@ class RowRMSprop:
             mine.copy_(other)
         self.last.copy_(saved["last"])
         self.steps = saved["steps"]
+
+
+def check_tables(tables: Tables) -> None:
+    """AssertionError: this optimizer cannot train their rows."""
+    is_table = isinstance(tables, Tables) and len(tables.weight) > 0
+    assert is_table, f"{type(tables).__name__} has no rows for this optimizer: AdamW trains it"
+    n_own = len({id(weight) for weight in tables.weight})
+    assert n_own == len(tables.weight), (
+        "two layers have one table, whose rows would be updated twice: see relatives/engram.py"
+    )
+    dtype = tables.rows(0).dtype
+    assert dtype in DTYPES.values(), f"rows are {dtype}: train them in float32 or bfloat16"
+
+
+def check_processes(tables: Tables) -> None:
+    """AssertionError: several processes have the same rows. Asked at each step: a process group may
+    begin after the optimizer was made (lightning, transformers)."""
+    n_rank = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    assert tables.n_rank == n_rank, (
+        f"{n_rank} processes would each train rows of their own, as nobody sums the gradients "
+        "of rows. In DDP, make rows parameters before AdamW and DDP are made: "
+        "requires_grad_(True) of each of tables.weight, without RowRMSprop. (Our train.py "
+        "splits tables by columns. For models that are not to be the same, set their "
+        f"tables.n_rank = {n_rank}.)"
+    )
