@@ -862,15 +862,9 @@ def relatives(class_name: str) -> list[str]:
 
 
 def find(class_name: str, name: str, built_in: dict[str, type], given: str) -> type:
-    """The class `class_name` in relatives/NAME.py or, if its name is built in, that of `built_in`.
-
-    Args:
-        class_name: `Decoder` or `Attention`.
-        given: the flag with its value that asked for it, for the error.
-
-    Raises:
-        UserError: there is no such class, or a file has the name of one that is built in.
-    """
+    """The class `Decoder` or `Attention` in relatives/NAME.py or, if its name is built in, that of
+    `built_in`. `given` is the flag with its value that asks for it. UserError: there is no such
+    class, or a file has the name of one that is built in."""
     if name in built_in:
         if (RELATIVES / f"{name}.py").exists():
             raise UserError(f"relatives/{name}.py: {name} is built in: give the file another name")

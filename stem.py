@@ -33,23 +33,13 @@ class StemFFN(nn.Module):
 
 
 def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
-    """Knowledge editing: ids under which to look up tables, with every occurrence of the tokens
-    `source` replaced by those of `target` (STEM paper, section on knowledge editing). Occurrences
-    must not overlap; those of names do not.
+    """Knowledge editing: ids [..., T] under which to look up tables, with every occurrence of the
+    tokens `source` replaced by those of `target` (STEM paper, section on knowledge editing).
+    Occurrences must not overlap; those of names do not.
 
-    The result goes to the decoder as `table_ids`. Embeddings and positions stay those of `ids`, and
-    where `source` does not occur nothing changes.
-
-    Args:
-        ids: [..., T] token ids.
-        source, target: lists of token ids of one length above 0. `training.edits.align` brings a
-            target to a length.
-
-    Returns:
-        [..., T] ids; equal to `ids` where nothing matched.
-
-    Raises:
-        ValueError: source and target are empty, or not of one length.
+    The result [..., T] goes to the decoder as `table_ids`. Embeddings and positions stay those of
+    `ids`. `training.edits.align` brings a target to the length of a source. ValueError: source and
+    target are empty, or not of one length.
     """
     n = len(source)
     if n == 0 or n != len(target):

@@ -102,7 +102,7 @@ class Tables(nn.Module):
         `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
         instead. So it freezes the backbone, and the rows are still trained."""
         self.frozen = not requires_grad
-        if self.frozen:  # True would make parameters of rows
+        if self.frozen:
             super().requires_grad_(False)
         return self
 
