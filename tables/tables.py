@@ -95,27 +95,6 @@ class Tables(nn.Module):
 
     # --- for the decoder ---
 
-    def requires_grad_(self, requires_grad: bool = True) -> "Tables":
-        """False freezes the rows. It must be called before an `Optimizer` is made. True undoes it,
-        but does not make the rows parameters.
-
-        `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
-        instead. So it freezes the backbone, and the rows are still trained."""
-        self.frozen = not requires_grad
-        if self.frozen:
-            super().requires_grad_(False)
-        return self
-
-    def in_training(self) -> bool:
-        return self.training and torch.is_grad_enabled() and not self.frozen
-
-    def check_mode(self) -> None:
-        """Called by each forward pass of a model that is trained: warns if its rows are not, since
-        it is in eval() mode."""
-        is_constant = self.frozen or not len(self.weight)
-        if not (self.training or is_constant or self.weight[0].requires_grad):
-            self.watch.forward_in_eval_mode()
-
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table in turn, [B, T, W] on the compute device; in training in
         float32, and they are remembered for `gradients`. `ids` [B, T] (or [B, T, R]: rows are
@@ -136,6 +115,9 @@ class Tables(nn.Module):
         """The rows of the only table, as of an `nn.Embedding`: hooks see them."""
         (rows,) = self.lookup(ids)
         return rows
+
+    def in_training(self) -> bool:
+        return self.training and torch.is_grad_enabled() and not self.frozen
 
     def read_once(self, ids: Tensor) -> Iterator[Tensor]:
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
@@ -183,68 +165,7 @@ class Tables(nn.Module):
         if ids.numel() and not 0 <= ids.min() <= ids.max() < self.n_row:
             raise IndexError(f"ids from {ids.min()} to {ids.max()}: there are {self.n_row} rows")
 
-    # --- state_dict: a plain list of weights gets the names of a ParameterList ---
-
-    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if isinstance(self.weight, list):
-            self.flush()
-            destination.update({f"{prefix}weight.{t}": w for t, w in enumerate(self.weight)})
-
-    def _load_from_state_dict(
-        self, state, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
-    ) -> None:
-        rest = dict(state)
-        if isinstance(self.weight, list):
-            self.flush()
-            for table, weight in enumerate(self.weight):
-                saved = rest.pop(f"{prefix}weight.{table}", None)
-                if saved is None or saved.shape != weight.shape:
-                    error_msgs.append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")
-                elif saved.is_floating_point() and not weight.is_floating_point():
-                    lost = f"{weight.dtype} would truncate {saved.dtype}"
-                    fix = "make such tables from those of a loaded model"
-                    error_msgs.append(f"{prefix}weight.{table}: {lost}: {fix}")
-                elif saved.data_ptr() != weight.data_ptr():  # else it is read in place
-                    weight.copy_(saved)
-        lists = (missing_keys, unexpected_keys, error_msgs)
-        super()._load_from_state_dict(rest, prefix, metadata, strict, *lists)
-
-    # --- for the optimizer ---
-
-    def prefetch(self, ids: Tensor) -> None:
-        """A hint: the next training step looks up `ids`, so slow tables may start to fetch them."""
-
-    def add_state(self) -> list[Tensor]:
-        """Add a float32 zero beside each number. Returns a [V, W] tensor for each table, stored
-        where its rows are. A second call replaces what the first has added. UserError: there is no
-        room."""
-        self.state = [torch.zeros_like(weight, dtype=torch.float32) for weight in self.weight]
-        return self.state
-
-    def slots(self, ids: Tensor) -> Tensor:
-        """Where tokens `ids` [n] are in what `rows` and `states` return; on their device."""
-        return send(ids, self.weight[0].device)
-
-    def rows(self, table: int) -> Tensor:
-        """A table as the compute device has it: all of it [V, W], or slots [n_slot, W]."""
-        weight = self.weight[table]
-        assert isinstance(weight, nn.Parameter) or isinstance(self.weight, list), (
-            "rows are computed (prune, parametrize, torch.func), which nobody would train: prune "
-            "them by a mask on tables.weight after each step; for torch.func, call eval()"
-        )
-        return weight
-
-    def states(self, table: int) -> Tensor:
-        """The state of a table as the compute device has it, like `rows`."""
-        return self.state[table]
-
-    def mean_square(self, grad: Tensor) -> Tensor:
-        """The mean of the squares of each row: [n, W] -> [n, 1]."""
-        return grad.float().square().mean(1, keepdim=True)
-
-    def updated(self, ids: Tensor) -> None:
-        """Called by the optimizer when it has changed tokens `ids` [n] in `rows` and `states`."""
+    # --- gradients, from the leaves of `read_once` to the optimizer ---
 
     def collect(self, ids: Tensor, grads: dict[int, Tensor], table: int, leaf: Tensor) -> None:
         """A backward pass has reached the leaf of a table. It may not be the only one, as of two
@@ -285,8 +206,91 @@ class Tables(nn.Module):
         self.reads = []
         self.merged = None
 
+    # --- rows that are not trained: frozen, or in eval() mode ---
+
+    def requires_grad_(self, requires_grad: bool = True) -> "Tables":
+        """False freezes the rows. It must be called before an `Optimizer` is made. True undoes it,
+        but does not make the rows parameters.
+
+        `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
+        instead. So it freezes the backbone, and the rows are still trained."""
+        self.frozen = not requires_grad
+        if self.frozen:
+            super().requires_grad_(False)
+        return self
+
+    def check_mode(self) -> None:
+        """Called by each forward pass of a model that is trained: warns if its rows are not, since
+        it is in eval() mode."""
+        is_constant = self.frozen or not len(self.weight)
+        if not (self.training or is_constant or self.weight[0].requires_grad):
+            self.watch.forward_in_eval_mode()
+
+    # --- for the optimizer ---
+
+    def prefetch(self, ids: Tensor) -> None:
+        """A hint: the next training step looks up `ids`, so slow tables may start to fetch them."""
+
+    def add_state(self) -> list[Tensor]:
+        """Add a float32 zero beside each number. Returns a [V, W] tensor for each table, stored
+        where its rows are. A second call replaces what the first has added. UserError: there is no
+        room."""
+        self.state = [torch.zeros_like(weight, dtype=torch.float32) for weight in self.weight]
+        return self.state
+
+    def slots(self, ids: Tensor) -> Tensor:
+        """Where tokens `ids` [n] are in what `rows` and `states` return; on their device."""
+        return send(ids, self.weight[0].device)
+
+    def rows(self, table: int) -> Tensor:
+        """A table as the compute device has it: all of it [V, W], or slots [n_slot, W]."""
+        weight = self.weight[table]
+        assert isinstance(weight, nn.Parameter) or isinstance(self.weight, list), (
+            "rows are computed (prune, parametrize, torch.func), which nobody would train: prune "
+            "them by a mask on tables.weight after each step; for torch.func, call eval()"
+        )
+        return weight
+
+    def states(self, table: int) -> Tensor:
+        """The state of a table as the compute device has it, like `rows`."""
+        return self.state[table]
+
+    def mean_square(self, grad: Tensor) -> Tensor:
+        """The mean of the squares of each row: [n, W] -> [n, 1]."""
+        return grad.float().square().mean(1, keepdim=True)
+
+    def updated(self, ids: Tensor) -> None:
+        """Called by the optimizer when it has changed tokens `ids` [n] in `rows` and `states`."""
+
     def flush(self) -> None:
         """Write changed rows back to where they are stored, and forget any copies."""
+
+    # --- state_dict: a plain list of weights gets the names of a ParameterList ---
+
+    def _save_to_state_dict(self, destination: dict, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if isinstance(self.weight, list):
+            self.flush()
+            destination.update({f"{prefix}weight.{t}": w for t, w in enumerate(self.weight)})
+
+    def _load_from_state_dict(
+        self, state, prefix, metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        rest = dict(state)
+        if isinstance(self.weight, list):
+            self.flush()
+            for table, weight in enumerate(self.weight):
+                saved = rest.pop(f"{prefix}weight.{table}", None)
+                if saved is None or saved.shape != weight.shape:
+                    error_msgs.append(f"{prefix}weight.{table} is not {tuple(weight.shape)}")
+                elif saved.is_floating_point() and not weight.is_floating_point():
+                    lost = f"{weight.dtype} would truncate {saved.dtype}"
+                    fix = "make such tables from those of a loaded model"
+                    error_msgs.append(f"{prefix}weight.{table}: {lost}: {fix}")
+                elif saved.data_ptr() != weight.data_ptr():  # else it is read in place
+                    weight.copy_(saved)
+        lists = (missing_keys, unexpected_keys, error_msgs)
+        super()._load_from_state_dict(rest, prefix, metadata, strict, *lists)
 
 
 def added(one: tuple[Tensor, list[Tensor]], other: tuple[Tensor, list[Tensor]]) -> tuple:
