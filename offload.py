@@ -46,15 +46,13 @@ class TransferRing:
     """A thread with a side stream that moves records through a few buffers in turn."""
 
     few_bytes = 8 << 20  # of rows that `OffloadedTables.lookup` reads by `read_few`
+    n_buffer = 3  # at least two: while one is stored, another is filled
 
-    def __init__(
-        self, stream: torch.cuda.Stream, storage: TableStorage, n_buffer: int, chunk_bytes: int
-    ) -> None:
+    def __init__(self, stream: torch.cuda.Stream, storage: TableStorage, chunk_bytes: int) -> None:
         self.stream = stream
         self.storage = storage
         self.chunk_bytes = chunk_bytes
-        assert n_buffer > 1, f"n_buffer={n_buffer}: while one is stored, another is filled"
-        memory = torch.empty(n_buffer, chunk_bytes, dtype=torch.uint8, pin_memory=True)
+        memory = torch.empty(self.n_buffer, chunk_bytes, dtype=torch.uint8, pin_memory=True)
         buffers = [(part, torch.cuda.Event(blocking=True)) for part in memory]
         self.next_buffer = cycle(buffers)
         # All that the worker does on the GPU, it does on this stream.
@@ -152,19 +150,15 @@ class OffloadedTables(StoredTables):
         coming       `wait_for` waits until it is there
         in its slot  `evict_except` writes it back and frees its slot
 
-    n_buffer, chunk_bytes: of the ring that moves files, and RAM that cannot be pinned.
+    chunk_bytes: of a buffer of the ring that moves files, and RAM that cannot be pinned.
     """
 
     def __init__(
-        self,
-        storage: TableStorage,
-        device: torch.device | str,
-        n_buffer: int = 3,
-        chunk_bytes: int = 8 << 20,
+        self, storage: TableStorage, device: torch.device | str, chunk_bytes: int = 8 << 20
     ) -> None:
         super().__init__(storage, device)
         self.record_bytes = 4 * len(self.weight) * self.width  # in bfloat16 it takes half of this
-        self.buffers = n_buffer, max(chunk_bytes, self.record_bytes)  # a buffer must hold a record
+        self.chunk_bytes = max(chunk_bytes, self.record_bytes)  # a buffer must hold a record
         self.stream = torch.cuda.Stream(self.device)  # the side stream
         self.seen: dict[str, Tensor] = {}  # arrays in RAM, as the device sees them
         self.open_transfers()
@@ -194,7 +188,7 @@ class OffloadedTables(StoredTables):
         if self.seen.keys() == arrays.keys():
             self.transfers = ZeroCopy(self.stream, self.seen)
         else:
-            self.transfers = TransferRing(self.stream, self.storage, *self.buffers)
+            self.transfers = TransferRing(self.stream, self.storage, self.chunk_bytes)
 
     def add_state(self) -> list[Tensor]:
         self.flush()  # no slot has a row without its state
