@@ -23,20 +23,11 @@ class RowQKV(nn.Module):
         self.head_dim = head_dim
         self.norm_eps = norm_eps
         self.row_width = 2 * n_kv_head * head_dim
-        self.keys_are_normed = False  # True once `norm_keys` has normed those in the table
+        self.keys_are_normed = False  # those in the table: see training/decoding.norm_keys
 
     def norm(self, heads: Tensor) -> Tensor:
         """[..., head_dim] -> [..., head_dim]."""
         return F.rms_norm(heads, (self.head_dim,), eps=self.norm_eps)
-
-    def norm_keys(self, rows: Tensor) -> None:
-        """Norm the keys of this layer's table in place. A key depends on its token alone, so for
-        decoding one norm will do: from here on, `forward` reads keys as they are.
-
-        rows: the whole table, K | V | F side by side, [vocab_size, W]."""
-        keys = rows[:, : self.row_width // 2].unflatten(-1, (-1, self.head_dim))
-        keys.copy_(self.norm(keys))
-        self.keys_are_normed = True
 
     def forward(self, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd], rows K_l[t] | V_l[t] [B, T, 2 * n_kv_head * head_dim] ->

@@ -82,10 +82,13 @@ def use_column_major_weights(model: Decoder) -> None:
 
 @torch.no_grad()
 def norm_keys(model: Decoder) -> None:
-    """Norm Embformer's keys in resident tables, once for all steps of decoding from ids. Tables of
-    another dtype than the backbone's are left alone: their keys would be rounded at another point
-    of the computation."""
+    """Norm Embformer's keys in resident tables. A key depends on its token alone, so one norm will
+    do for all steps of decoding from ids. Tables of another dtype than the backbone's are left
+    alone: their keys would be rounded at another point of the computation."""
     tables = model.tables
     if isinstance(tables, ResidentTables) and tables.weight[0].dtype == model.head_weight.dtype:
-        for block, rows in zip(model.blocks, tables.weight, strict=True):
-            block.attn.qkv.norm_keys(rows)
+        for block, rows in zip(model.blocks, tables.weight, strict=True):  # [V, W], K | V | F
+            qkv = block.attn.qkv
+            keys = rows[:, : qkv.row_width // 2].unflatten(-1, (-1, qkv.head_dim))
+            keys.copy_(qkv.norm(keys))
+            qkv.keys_are_normed = True
