@@ -41,6 +41,8 @@ from tables.storage import TableStorage
 from tables.tables import StoredTables, send
 from tables.zero_copy import Records, ZeroCopy, done, places, seen_by_gpu
 
+NO_TOKENS = np.empty(0, np.int64)
+
 
 class TransferRing:
     """A thread with a side stream that moves records through a few buffers in turn."""
@@ -169,8 +171,7 @@ class OffloadedTables(StoredTables):
         # NumPy's: PyTorch takes several times as long for so few numbers, while the GPU waits.
         self.token_in = np.empty(0, np.int64)  # of each slot, -1: it is free
         self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
-        # Tokens of the next batch, which have slots already. None yet.
-        self.announced = np.empty(0, np.int64)
+        self.announced = NO_TOKENS  # of the next batch, which have slots already
         # Tokens whose arrival nobody has waited for. (Those of a step may be among them: evicted by
         # an evaluation or a save, they are announced again before their update.)
         self.coming = np.zeros(self.n_row, bool)
@@ -301,7 +302,7 @@ class OffloadedTables(StoredTables):
             self.transfers.write_back(self.records(tokens, slots))
         self.token_in[slots] = -1
         self.slot_of[tokens] = -1
-        self.announced = ids[:0]  # they may have no slots by the next call
+        self.announced = NO_TOKENS  # they may have no slots by the next call
 
     def record_free(self) -> None:
         """Make later transfers wait for all work queued on the compute stream so far (H2)."""
@@ -336,7 +337,7 @@ class OffloadedTables(StoredTables):
     def settle(self) -> None:
         """Evict all, and let the host wait until it is stored."""
         if (self.token_in >= 0).any():
-            self.evict_except(self.announced[:0])
+            self.evict_except(NO_TOKENS)
         self.transfers.finish()
 
 
