@@ -84,6 +84,17 @@ def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table_and_no_gap_in_a
     assert path.read_text() == text + records.to_line(RUN) + records.to_line(EVAL)
 
 
+def test_a_resumed_run_that_was_lost_leaves_no_record(tmp_path):
+    path = made(tmp_path) / "metrics.jsonl"
+    steps = {record["step"] for record in records.read_metrics(path) if "step" in record}
+    for dtype in ("bfloat16", "float32"):  # each goes on from the same checkpoint
+        args = {**ARGS, "dtype": dtype}
+        log = records.Log(path, max(steps), **{**RUN, "args": args})
+        log.write(**{**EVAL, "step": max(steps) + 1})
+    runs = records.read_run(tmp_path)["run"]
+    assert [run["args"].get("dtype") for run in runs] == [ARGS.get("dtype"), "float32"]
+
+
 def test_runs_that_differ_in_the_seed_alone_are_one_row_and_one_curve(tmp_path):
     """But one that repeats a seed is no further sample."""
     folders = []

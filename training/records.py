@@ -53,6 +53,8 @@ class Log:
                     self.pending.append(line)
                     if line["type"] == "eval":
                         self.evaluated = line["step"]
+        while self.pending and self.pending[-1]["type"] == "run":  # of which nothing is left
+            self.pending.pop()
         self.pending.append({"type": "run", **run})
 
     def write(self, **record) -> None:
