@@ -374,7 +374,7 @@ def check_compiler(device: torch.device) -> None:
         torch.compile(torch.neg)(torch.ones(2, device=device))
     except torch._dynamo.exc.TorchDynamoException as error:  # loaded by now: it takes seconds
         reason = first_line(error)
-        raise UserError(f"--compile does not work here ({reason}): leave it out") from None
+        raise UserError(f"--compile does not work here ({reason}): try --no-compile") from None
 
 
 def first_line(error: Exception) -> str:

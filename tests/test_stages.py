@@ -1,7 +1,7 @@
 """The stages after pretraining, on text and conversations of the made-up story."""
 
 import re
-from dataclasses import fields
+from dataclasses import asdict, fields, replace
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from training.checkpoints import load_model, read_checkpoint
 from training.objectives import NextToken, validate
 from training.records import read_run
 from training.report import describe, show
-from training.settings import Settings, new_settings
+from training.settings import STAGES, Settings, new_settings
 
 
 def test_conversations_too_short_as_text_name_their_stage(chat):
@@ -145,7 +145,7 @@ def test_validation_means_over_tokens_and_its_batches_are_full(chat, size):
     assert sizes == [size] * -(-7 // size)
 
 
-def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained):
+def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained, monkeypatch):
     def made(kind: str, *sizes: int, **given) -> Settings:
         metas = [{"corpus": "files", "train": {kind: n}} for n in sizes]
         base = read_checkpoint(trained["stem"] / "ckpt.pt") if "stage" in given else None
@@ -171,6 +171,13 @@ def test_steps_and_rates_follow_from_the_stage_and_the_size_of_the_data(trained)
     dpo = made("documents", 4000, **{**sft, "stage": "dpo"})
     assert dpo.max_iters == 500  # once
     assert dpo.learning_rate == pytest.approx(6e-3 * 4e-8 / 5e-4)  # as MiniMind's to its own
+    chosen = dict(learning_rate=0.5, max_iters=7, batch_size=2, eval_interval=3, warmup=0.5)
+    monkeypatch.setitem(STAGES, "mine", replace(STAGES["sft"], settings=chosen))
+    mine = asdict(made("documents", 4000, stage="mine", init_from="x"))
+    assert {name: mine[name] for name in chosen} == chosen
+    for batch_size, part in ((32, 16), (40, 10), (17, 1)):  # not above the preset's 16
+        large = made("tokens", 10**6, preset="minimind-104m", batch_size=batch_size)
+        assert large.device_batch_size == part
     midtrain = dict(stage="midtrain", init_from="x")  # in windows of the model's length
     assert steps("tokens", 10**5, **midtrain) * 8 * 32 / 10**5 == pytest.approx(1.7, rel=0.01)
     # Of a mixture, passes over the folder that is read most.

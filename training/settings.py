@@ -104,7 +104,7 @@ class Settings:
     overwrite: bool = flag(False, "replace the run in --out_dir")
     eval_only: bool = flag(False, "only report validation loss of --init_from (or --out_dir)")
 
-    doc_mask: bool = flag(False, "no attention across documents; stage context has it")
+    doc_mask: bool = flag(False, "no attention across documents; stage context has it", shown="off")
     batch_size: int = flag(
         8, "sequences per step; small texts: fewer, for about 150 steps", must="at least 1"
     )
@@ -175,8 +175,10 @@ class Settings:
         "autocast dtype; auto: the fastest on this device",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    compile: bool = flag(False, "torch.compile each block: slow start, faster steps")
-    deterministic: bool = flag(False, "on a CUDA GPU: equal results to the bit, a little slower")
+    compile: bool = flag(False, "torch.compile each block: slow start, faster steps", shown="off")
+    deterministic: bool = flag(
+        False, "on a CUDA GPU: equal results to the bit, a little slower", shown="off"
+    )
     seed: int = flag(1337, "for weights and data order", must="0 or more, and fit 32 bits")
 
     model: ModelConfig = field(default_factory=ModelConfig)  # vocab_size is the data's
@@ -283,15 +285,17 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         "batch_size": Settings.batch_size,
         **PRESETS[preset],
         **(inherited_shape(given, asdict(base["config"])) if base else {}),
-        **stage.settings,
         "learning_rate": rate * stage.rate,
     }
+    chosen = dict(stage.settings)
     if corpora == {f"{preset}-{name}"}:
-        given = {**FINE_TUNING.get(f"{preset}-{name}", {}), **given}
+        chosen.update(FINE_TUNING.get(f"{preset}-{name}", {}))
+    given = {**chosen, **given}
     values = {**values, **given, "preset": preset, "stage": name}
     part = values.get("device_batch_size")
-    if "device_batch_size" not in given and part and values["batch_size"] % part:
-        del values["device_batch_size"]  # the preset's does not divide another --batch_size
+    if "device_batch_size" not in given and part:  # the preset's need not divide a --batch_size
+        fitting = [n for n in range(1, part + 1) if values["batch_size"] % n == 0]
+        values["device_batch_size"] = fitting[-1]
     settings = Settings.from_flat(values)
 
     # 2) what the size of the data decides, unless it is given
