@@ -91,6 +91,9 @@ def resolve_settings(**given) -> Settings:
         step = checkpoint["step"]
         if step > settings.max_iters:
             raise UserError(f"{settings.origin} is already at step {step}; raise --max_iters")
+        if step == settings.max_iters and ranks.rank == 0:
+            done = f"note: {settings.origin} has taken its {step} steps"
+            print(f"{done}: flags change nothing in it; a larger --max_iters goes on")
         return settings
     if given.get("eval_only"):
         given["init_from"] = path = checkpoint_of(given.get("init_from", out_dir))
@@ -191,6 +194,9 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
             raise UserError(
                 f"{origin} cannot be resumed, it has no optimizer state: use --init_from"
             )
+        # The optimizer goes on with its own, whatever a Python script has put here.
+        if checkpoint["args"].get("learning_rate") not in (None, settings.learning_rate):
+            raise UserError("--learning_rate: not with --resume, use --init_from")
         if (checkpoint["data"], checkpoint["weights"]) != (data.metas, data.weights):
             raise UserError(
                 f"--data_dir {settings.data_dir} is not, or no longer, what {origin} was trained "

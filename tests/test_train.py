@@ -124,12 +124,18 @@ def test_best_is_the_model_of_the_lowest_validation_loss_also_over_a_crash(
     assert_same(best["model"], model)
 
 
-def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(data, tmp_path, validated):
+def test_a_resumed_run_makes_the_evaluations_of_an_uninterrupted_one(
+    data, tmp_path, validated, capsys
+):
     validated(9.0, 6.0, 7.0, 5.0, 4.0)  # steps 0; 6, 12; 13; 16
     stopped(4, signal.SIGINT, small_run, data, tmp_path)
     resume(tmp_path)
     assert checkpoint(tmp_path, "best.pt")["step"] == 6
     resume(tmp_path)  # has nothing to do
+    assert "has taken its 12 steps" in capsys.readouterr().out
+    of_another = replace(train.resolve_settings(resume=True, out_dir=tmp_path), learning_rate=0.5)
+    with user_error("--learning_rate: not with --resume"):  # which the optimizer would not read
+        train.train(of_another)
     resume(tmp_path, max_iters=13)
     stopped(16, signal.SIGINT, resume, tmp_path, max_iters=20)
     assert checkpoint_of(tmp_path) == tmp_path / "ckpt.pt"  # of step 16, which was not evaluated
