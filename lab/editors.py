@@ -2,12 +2,14 @@
 
     swap_rows     the name's tokens get the rows of another name's     edit.py --target --save
     write_rows    their rows are trained                               edit.py --write --save
+    write_inputs  so are those of the input embedding: the control that a dense model has, too
     fine_tune     all weights are trained, or (FT-L: Zhu et al., arXiv 2012.00363) the `down` of
                   one FFN within a bound
     lora          an update of low rank is trained (Hu et al., arXiv 2106.09685)
     lora_as_rows  so it is, by all that `write_rows` does
     rome          one key of one FFN gets another value, in closed form (Meng et al., 2202.05262)
     memit         many keys of several FFNs do (Meng et al., 2210.07229)
+    alphaedit     so they do, by updates that leave frequent keys alone (Fang et al., 2410.02355)
 
 An FFN's `down` is a memory to ROME and MEMIT: its input is a key, its output the value. In STEM,
 too, where a row of the token is part of the key.
@@ -19,7 +21,7 @@ for ROME as for MEMIT, of equal weight (in MEMIT's code, the prompt alone has ha
 alone; here it is one of the layers that know most, and each token follows those before it.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -80,6 +82,23 @@ def memit_update(second: Tensor, keys: Tensor, changes: Tensor, weight: float) -
     error, where `weight` other keys with a `second` moment [d, d] are to keep theirs: [m, d]
     (MEMIT, equation 14)."""
     return torch.linalg.solve(weight * second + keys.T @ keys, keys.T @ changes).T
+
+
+def alphaedit_update(
+    second: Tensor, keys: Tensor, changes: Tensor, earlier: Tensor, null: float, ridge: float
+) -> Tensor:
+    """The update that changes the values of keys [n, d] by changes [n, m], and of `earlier` ones
+    [k, d] hardly, with the least squared error among small updates that do not see the directions
+    of most other keys: [m, d] (AlphaEdit, equation 14).
+
+    null: the share of the `second` moment [d, d] in the directions that are left.
+    ridge: weight of the update's size, beside a mean key's."""
+    share, directions = torch.linalg.eigh(second)  # the smallest ones first
+    left = directions[:, share.cumsum(0) <= null * share.sum()]
+    project = left @ left.T
+    size = ridge * second.trace() * torch.eye(len(second), dtype=second.dtype)
+    seen = project @ (keys.T @ keys + earlier.T @ earlier) + size
+    return torch.linalg.solve(seen, project @ keys.T @ changes).T
 
 
 class Site(NamedTuple):
@@ -174,10 +193,10 @@ class Editor:
 
     # --- rows ---
 
-    def put(self, rows: dict[int, Tensor]) -> None:
-        """Let tokens have rows [n_table, W]."""
+    def put(self, rows: dict[int, Tensor], place: str = "tables") -> None:
+        """Let tokens have rows [n_table, W] in the tables at a place of the model."""
         for token, row in rows.items():
-            for weight, new in zip(self.model.tables.weight, row, strict=True):
+            for weight, new in zip(getattr(self.model, place).weight, row, strict=True):
                 weight[token] = new
 
     def swap_rows(self, requests: list[Request], how: str) -> None:
@@ -186,13 +205,17 @@ class Editor:
             rows = rows_of(self.model.tables, tokens)
             self.put(dict(zip(request.name, rows, strict=True)))
 
-    def write_rows(self, requests: list[Request], keep: float) -> None:
+    def write_rows(self, requests: list[Request], place: str = "tables", **how: float) -> None:
         for request in requests:
             prompt, end, name, answer, _ = request
             begun = [prompt[: end + 1]]
             earlier = [(before.prompt, before.answer) for before in self.written]
             fact = prompt, name, answer, begun
-            self.put(writing.train_rows(self.model, *fact, earlier=earlier, keep=keep))
+            rows = writing.train_rows(self.model, *fact, earlier=earlier, place=place, **how)
+            self.put(rows, place)
+
+    def write_inputs(self, requests: list[Request], **how: float) -> None:
+        self.write_rows(requests, place="wte", **how)
 
     # --- weights ---
 
@@ -368,10 +391,37 @@ class Editor:
     def memit(
         self, requests: list[Request], n_layer: int, weight: float, again: bool = False, **how
     ) -> None:
-        """Into the first n_layer of `layers`, from the lowest one on; `again` with what was written
-        about the same names."""
+        """`again`: with what was written about the same names."""
         names = [request.name for request in requests]
         requests = requests + [old for old in self.written if again and old.name in names]
+
+        def update(layer: int, keys: Tensor, changes: Tensor) -> Tensor:
+            return memit_update(self.second[layer], keys, changes, weight)
+
+        self.change_values(requests, n_layer, update, **how)
+
+    def alphaedit(
+        self, requests: list[Request], n_layer: int, null: float, ridge: float, **how
+    ) -> None:
+        """Earlier keys are those of the prompts alone, as the model has them now."""
+
+        def update(layer: int, keys: Tensor, changes: Tensor) -> Tensor:
+            earlier = keys[:0]
+            if self.written:
+                prompts = [torch.tensor(old.prompt) for old in self.written]
+                sites = watch(self.model, pad_sequence(prompts, batch_first=True))
+                ends = torch.tensor([old.end for old in self.written])
+                earlier = sites[layer].at(ends).key.double()  # [k, d_ff]
+            second = self.second[layer]
+            return alphaedit_update(second, keys, changes, earlier, null, ridge)
+
+        self.change_values(requests, n_layer, update, **how)
+
+    def change_values(
+        self, requests: list[Request], n_layer: int, update_of: Callable[..., Tensor], **how: float
+    ) -> None:
+        """Of the first n_layer of `layers`, from the lowest one on, by updates of `down` that are
+        made of a layer's number, keys [n, d_ff] and the changes of their values [n, n_embd]."""
         layers = sorted(self.layers[:n_layer])
         ids, _, positions = self.in_texts(requests)
         n_text = len(ids) // len(requests)
@@ -383,5 +433,5 @@ class Editor:
             change = left.double() / (len(layers) - number)
             keys = sites[layer].at(positions).key.double()
             keys = keys.unflatten(0, (-1, n_text)).mean(1)  # [n, d_ff]
-            update = memit_update(self.second[layer], keys, change, weight)
+            update = update_of(layer, keys, change)
             self.model.blocks[layer].ffn.down.weight += update.float()

@@ -43,6 +43,8 @@ def train_rows(
     spellings: Sequence[list[int]] = (),
     earlier: list[Fact] | None = None,
     keep: float | None = None,
+    rate: float = RATE,
+    place: str = "tables",
 ) -> dict[int, Tensor]:
     """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
     Its weights are frozen, and it is in eval() mode, from here on. Until this returns, it reads
@@ -56,6 +58,9 @@ def train_rows(
             rows are taught again: else they are lost to the next ones about their name. Those that
             this one corrects are taken out of the list.
         keep: weight of what must not change; None: KEEP.
+        rate: Adam's at the first step.
+        place: whose rows: the model's `tables`, or `wte`, its input embedding, where that is not
+            the head. (A dense model has one, too: lab/counterfact.py compares the two.)
 
     Returns:
         The new rows of the name's tokens, [n_table, W] each.
@@ -69,18 +74,18 @@ def train_rows(
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
-    tables = model.tables
-    model.tables = ExtraRows(tables, rows_of(tables, own), own)
-    rows = model.tables.extra
+    tables = getattr(model, place)
+    extra = ExtraRows(tables, rows_of(tables, own), own)
+    setattr(model, place, extra)
     try:
         keep = KEEP if keep is None else keep
         names = [name, *spellings]
-        taught = write_fact(model, [rows], facts, names, texts, keep, RATE, stop, others)
+        taught = write_fact(model, [extra.extra], facts, names, texts, keep, rate, stop, others)
     finally:  # also where it is interrupted, as in a notebook
-        model.tables = tables
+        setattr(model, place, tables)
     corrected = [asked for asked, said in facts if (asked, said) not in taught]
     earlier[:] = [fact for fact in earlier if fact[0] not in corrected]
-    return dict(zip(own, rows.detach(), strict=True))
+    return dict(zip(own, extra.extra.detach(), strict=True))
 
 
 def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
