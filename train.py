@@ -57,7 +57,7 @@ from training.checkpoints import (
     save_checkpoint,
 )
 from training.checks import check_logits, check_saved, check_trained
-from training.digests import digests
+from training.digests import digests, digests_of_imported, path_of
 from training.evaluation import evaluate
 from training.folders import has_run, live_tables, remove_run, run_folder
 from training.objectives import NextToken, validate
@@ -119,13 +119,9 @@ def resolve_settings(**given) -> Settings:
 
 @dataclass
 class Run:
-    """State of one run: settings, data, model, objective, optimizer, step.
-
-    files: digests of the code that it runs, which is that of its beginning: whoever edits a file
-    meanwhile, for the next run, does not change this one."""
+    """State of one run: settings, data, model, objective, optimizer, step."""
 
     settings: Settings
-    files: dict[str, str]
     data: Data
     model: Decoder
     objective: NextToken
@@ -154,7 +150,6 @@ class Run:
             step=self.step,
             args=self.settings.flat(),
             data=self.data.metas,
-            relatives=self.files,
             **state,
         )
 
@@ -223,7 +218,11 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
         raise UserError("--table_optimizer adamw: in one process only")
 
     # 2) the model
-    files = digests(settings.model.ffn, settings.model.attention)
+    kinds = settings.model.ffn, settings.model.attention
+    now, then = digests(*kinds), digests_of_imported(*kinds)
+    edited = [path_of(name) for name in now if now[name] != then[name]]
+    if edited:
+        print(f"note: {', '.join(edited)} changed after Python read it: restart Python")
     device = pick_device(settings.device)
     dtype = training_dtype(settings.dtype, device)
     torch.manual_seed(settings.seed)
@@ -253,7 +252,7 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
     boundary = data.encoding.eot_token if settings.doc_mask else None
     objective = STAGES[settings.stage].objective(model, dtype, boundary, settings)
     optimizer = Optimizer(model, settings, dtype)
-    run = Run(settings, files, data, model, objective, optimizer, n_part)
+    run = Run(settings, data, model, objective, optimizer, n_part)
 
     # 4) what was trained before
     if checkpoint is not None:
@@ -290,7 +289,7 @@ def fit(run: Run) -> None:
         args=settings.flat(),
         sizes=model_sizes(model),
         data=data.metas,
-        relatives=run.files,
+        relatives=digests_of_imported(settings.model.ffn, settings.model.attention),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
     ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU

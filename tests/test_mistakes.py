@@ -193,6 +193,16 @@ def test_a_file_that_changes_while_a_run_goes_on_is_not_the_runs(
     (start,) = read_run(out)["run"]
     assert start["relatives"] == digests("mine", "full")
 
+    path.write_text(began + "# changed\n")  # before another run in the same process
+    small_run(data, tmp_path / "again", ffn="mine", max_iters=1)
+    assert "mine.py changed after Python read it" in capsys.readouterr().out
+    (again,) = read_run(tmp_path / "again")["run"]
+    assert again["relatives"] == start["relatives"]
+    importlib.reload(sys.modules["relatives.mine"])
+    small_run(data, tmp_path / "reloaded", ffn="mine", max_iters=1)
+    (reloaded,) = read_run(tmp_path / "reloaded")["run"]
+    assert reloaded["relatives"] == digests("mine", "full") != start["relatives"]
+
 
 def test_a_file_of_all_models_that_changed_is_named_too(data, tmp_path, monkeypatch, capsys):
     """Runs before and after are no samples of one model, though they differ in the seed alone."""

@@ -45,7 +45,7 @@ from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.digests import digests, path_of
+from training.digests import digests, digests_of_imported, path_of
 from training.placement import make_tables
 from training.settings import Settings
 
@@ -117,7 +117,7 @@ def save_checkpoint(
         args: the settings of the run that trained the model, if there was one. Those of the model
             are added, or replaced, from `model.config`.
         state: further fields of plain values and tensors, such as those that --resume needs (with
-            `optimizer`, all of RESUMABLE). A run gives `relatives`, the digests of its beginning.
+            `optimizer`, all of RESUMABLE).
 
     Raises:
         UserError: the tokenizer is not the model's, `args` has something that is no setting, or the
@@ -138,7 +138,7 @@ def save_checkpoint(
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
-        "relatives": digests(model.config.ffn, model.config.attention),
+        "relatives": digests_of_imported(model.config.ffn, model.config.attention),
         **state,
     }
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)

@@ -3,6 +3,7 @@ another model with the next."""
 
 import ast
 import hashlib
+import sys
 from pathlib import Path
 
 import model
@@ -30,6 +31,21 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
                 names = [alias.name for alias in node.names]
                 names.append(getattr(node, "module", None) or "")
                 waiting += [name.removeprefix("relatives.") for name in names]
+    return found
+
+
+imported: dict[tuple, str] = {}  # digests of files, by path and what Python has made of them
+
+
+def digests_of_imported(ffn: str, attention: str) -> dict[str, str]:
+    """As `digests`, of the code that this process runs: Python reads a file once. What is changed
+    later, during a run or between two in a notebook, is not what is trained."""
+    found = digests(ffn, attention)
+    root = Path(model.__file__).parent
+    for name in found:
+        module = sys.modules.get(f"relatives.{name}")
+        made = [getattr(module, kind, None) for kind in ("Decoder", "Attention")]
+        found[name] = imported.setdefault((root / path_of(name), *made), found[name])
     return found
 
 
