@@ -92,6 +92,9 @@ class Method(NamedTuple):
 
 SWAPPED = [{"how": how} for how in ("copy", "pad", "subset")]
 WRITTEN = [{"keep": keep} for keep in (60, 20, 200)]
+INPUTS = [
+    {"keep": k, "rate": r} for k, r in ((60, 0.5), (60, 0.2), (60, 1.0), (20, 0.5), (200, 0.5))
+]
 TRAINED = [{"rate": rate, "keep": keep} for keep in (0, 30, 200) for rate in (1e-4, 3e-5, 3e-4)]
 TRAINED += [{"rate": r, "keep": k} for r, k in ((3e-4, 1000), (1e-3, 1000), (3e-4, 5000))]
 BOUNDED = [{"rank": rank, "rate": 1e-3, "bound": b} for rank in (0, 1) for b in (0.01, 0.02, 0.05)]
@@ -114,8 +117,14 @@ MEMIT = [{**FIRST, **other} for other in OTHER]
 HELD = [{**FIRST, "hold": hold} for hold in (80, 20, 200)]
 HELD_DENSE = [*HELD, {**HELD[0], "limit": 0.5}]
 HELD_ROME = [{"rank": r, "limit": limit, "rate": 0.5, "hold": 80} for r, limit in RANKS]
+NULL = {"n_layer": 2, "null": 0.1, "ridge": 0.1, "limit": 1.0, "rate": 0.5}
+ALPHAEDIT = [{**NULL, "null": null, "rate": r} for r in (0.5, 0.1) for null in (0.1, 0.03, 0.3)]
+ALPHAEDIT += [{**NULL, "ridge": ridge, "rate": r} for r in (0.5, 0.1) for ridge in (0.01, 1.0)]
+ALPHAEDIT += [{**NULL, "limit": 0.75}]
 METHODS = {  # in the order in which they are measured
     "written rows": Method("STEM", Editor.write_rows, WRITTEN),
+    "embeddings, STEM": Method("STEM", Editor.write_inputs, INPUTS),
+    "embeddings, dense": Method("dense", Editor.write_inputs, INPUTS),
     "no edits, STEM": Method("STEM", Editor.nothing, [{}]),
     "no edits, dense": Method("dense", Editor.nothing, [{}]),
     "swapped rows": Method("STEM", Editor.swap_rows, SWAPPED),
@@ -126,6 +135,8 @@ METHODS = {  # in the order in which they are measured
     "ROME, dense": Method("dense", Editor.rome, ROME),
     "MEMIT, dense": Method("dense", Editor.memit, MEMIT, batches=True),
     "MEMIT, dense, texts held": Method("dense", Editor.memit, HELD_DENSE),
+    "AlphaEdit, STEM": Method("STEM", Editor.alphaedit, ALPHAEDIT, batches=True),
+    "AlphaEdit, dense": Method("dense", Editor.alphaedit, ALPHAEDIT, batches=True),
     "FT-L": Method("STEM", Editor.fine_tune, BOUNDED, batches=True),
     "LoRA": Method("STEM", Editor.lora, LORA, batches=True),
     "LoRA, texts held": Method("STEM", Editor.lora_as_rows, HELD_LORA),

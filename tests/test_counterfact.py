@@ -22,7 +22,15 @@ from lab.counterfact import (
     questions,
     search,
 )
-from lab.editors import Editor, Request, memit_update, rome_update, trace, watch
+from lab.editors import (
+    Editor,
+    Request,
+    alphaedit_update,
+    memit_update,
+    rome_update,
+    trace,
+    watch,
+)
 from lab.experiment import Experiment
 from model import Decoder, ModelConfig
 from text import bpe
@@ -65,11 +73,15 @@ def at_names(model: Decoder, layer: int, requests: list[Request], part: str) -> 
 @pytest.mark.parametrize("ffn", ["stem", "dense"])
 @pytest.mark.parametrize(
     ("method", "part", "n", "how"),
-    [("rome", "value", 1, {"rank": 0}), ("memit", "state", 4, {"n_layer": 2, "weight": 1e-9})],
+    [
+        ("rome", "value", 1, {"rank": 0}),
+        ("memit", "state", 4, {"n_layer": 2, "weight": 1e-9}),
+        ("alphaedit", "state", 4, {"n_layer": 2, "null": 1.0, "ridge": 1e-12}),
+    ],
 )
 def test_names_get_the_wanted_values_or_states(ffn, method, part, n, how, monkeypatch):
     editor = an_editor(ffn)
-    if method == "memit":
+    if method != "rome":
         editor.prefixes = []  # where several texts give a key, its mean is edited
     requests = asked(n)
     wanted = torch.randn(n, 16)
@@ -96,6 +108,41 @@ def test_closed_forms_change_other_keys_least():
     right = torch.cat((torch.zeros(50, 3), changes)).double()
     least = torch.linalg.lstsq(left, right).solution.T
     torch.testing.assert_close(memit_update(second, keys, changes, 7.0), least)
+
+    earlier = torch.randn(4, 8).double()
+    share, directions = torch.linalg.eigh(second)
+    rare = directions[:, :5]  # in these, the least squares of a smaller matrix
+    null = share[:5].sum() / share.sum() + 1e-9
+    left = torch.cat((keys, earlier, (0.01 * share.sum()).sqrt() * directions[:, :5].T)) @ rare
+    right = torch.cat((changes, torch.zeros(9, 3)))
+    least = torch.linalg.lstsq(left, right).solution.T @ rare.T
+    update = alphaedit_update(second, keys, changes, earlier, null, ridge=0.01)
+    torch.testing.assert_close(update, least)
+
+
+def test_alphaedit_holds_what_was_written_before(monkeypatch):
+    def moved(written: list[Request]) -> float:
+        monkeypatch.setattr(Editor, "wanted_changes", lambda *_, **how: 3 * torch.ones(1, 16))
+        editor = an_editor("stem")
+        first, second = asked(2)
+        before = at_names(editor.model, 1, [first], "state")
+        editor.written = written
+        editor.alphaedit([second], n_layer=1, null=1.0, ridge=1e-4, limit=1, rate=0.5)
+        return (at_names(editor.model, 1, [first], "state") - before).norm().item()
+
+    assert moved(asked(1)) < 0.2 * moved([])
+
+
+def test_input_embeddings_are_written_alone():
+    """Those of the name, in a model that has no other rows."""
+    editor = an_editor("dense")
+    before = {name: weight.clone() for name, weight in editor.model.state_dict().items()}
+    (request,) = asked(1)
+    editor.write_inputs([request], keep=1.0, rate=0.5)
+    after = editor.model.state_dict()
+    (changed,) = [name for name in after if not torch.equal(before[name], after[name])]
+    rows = (before[changed] != after[changed]).any(1).nonzero()[:, 0].tolist()
+    assert changed == "wte.weight.0" and rows == sorted(request.name)
 
 
 def test_memit_may_write_earlier_facts_of_the_name_again(monkeypatch):
