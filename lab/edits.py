@@ -6,6 +6,9 @@ fact in held-out words. Success: the greedy answer is the other's fact. Pairs th
 (Spanish for Peru and Chile) could not fail and are left out. Names of unequal length are aligned in
 each way of `edit.py --align`; where they are equal, all but averages are the same.
 
+The control, `embedding`: the name keeps its rows, and its input embedding is the other's, which a
+dense model has, too. Does the fact lie in the rows, or would any vector of the name do?
+
     python lab/analyze.py edits               # models trained for it
     python lab/analyze.py edits out/ckpt.pt   # this checkpoint
 """
@@ -95,7 +98,7 @@ def answered_after_edit(
     model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy"
 ) -> Tensor:
     """Which pairs answer with the target's fact after an edit that aligns names as `--align how`:
-    [N] bool."""
+    [N] bool. With `embedding`, another model is asked: see above."""
     tables = model.tables
     targets = [spellings(encoding, target.country.name) for _, target in pairs]
     if how == "average":
@@ -108,6 +111,8 @@ def answered_after_edit(
         edited_ids(encoding, source.prompt, source.country.name, both, how)
         for (source, _), both in zip(pairs, targets, strict=True)
     ]
+    if how == "embedding":
+        prompts, table_prompts = table_prompts, prompts
     greedy = score_answers(model, prompts, answers, table_prompts).greedy
     model.tables = tables
     return greedy
@@ -124,9 +129,9 @@ def report_edits(model: Decoder, encoding: Encoding, _, most: int) -> dict:
         for sort, pairs in all_pairs(encoding, relation).items():
             part = {"names": sort, "asked for": relation}
             some = random.Random(0).sample(pairs, min(most, len(pairs)))
-            for how in ALIGNMENTS:
+            for how in (*ALIGNMENTS, "embedding"):
                 part[how] = None
-                if how == "copy" or sort.startswith("longer"):
+                if how in ("copy", "embedding") or sort.startswith("longer"):
                     part[how] = mean(answered_after_edit(model, encoding, some, how))
             parts.append(part)
     successes = [part["copy"] for part in parts if part["names"] == "one token"]

@@ -158,10 +158,10 @@ def verdicts(
         pairs = zip(losses[better], losses[worse], strict=True)
         gains = [other - loss for loss, other in pairs]
         gain, error = statistics.fmean(gains), off(gains)
+        signs = ("same sign", "opposite sign") if source else ("yes", "no")
         verdict = "undecided"
         if abs(gain) > error:
-            holds = "reproduced" if source else "yes"
-            verdict = holds if gain > 0 else "the opposite"
+            verdict = signs[0] if gain > 0 else signs[1]
         yield {
             "lower loss": better,
             "than": worse,
