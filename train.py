@@ -261,11 +261,10 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
     if settings.resume:
         optimizer.load_state_dict(checkpoint["optimizer"])
         run.step = run.resumed = checkpoint["step"]
-        # Training goes on from edited weights, and best.pt is of those before the edits.
-        is_another = checkpoint["edits"] and run.step < settings.max_iters
-        if is_another and ranks.rank == 0:
+        run.best = checkpoint["best"]
+        if checkpoint["edits"] and run.step < settings.max_iters:
             print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
-        run.best = (math.inf, run.step) if is_another else checkpoint["best"]
+            run.best = (math.inf, run.step)  # best.pt is of weights before the edits
         is_best = run.step and run.step == run.best[1] and not checkpoint["edits"]
         if is_best and not has_best(run):  # it ended between ckpt.pt and best.pt
             save_best(run)
