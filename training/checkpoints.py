@@ -269,11 +269,11 @@ def checkpoint_of(path: str | Path) -> Path:
     return best
 
 
-def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
+def read_checkpoint(path: str | Path, whole: bool = False) -> dict:
     """Read ckpt.pt alone, without tables on disk. It is mapped into memory (but on Windows): what
-    nobody touches is not read, except to `verify` checksums; settings and names are always
-    verified. `config` is the model's, of the settings `args`. UserError: it is missing, damaged or
-    something else."""
+    nobody touches is not read, except to verify checksums of the `whole` file; those of settings
+    and names are always verified. `config` is the model's, of the settings `args`. UserError: it is
+    missing, damaged or something else."""
     with reading(path, FIX):
         try:
             with zipfile.ZipFile(path) as archive:
@@ -282,7 +282,7 @@ def read_checkpoint(path: str | Path, verify: bool = False) -> dict:
                         raise Damage("it is compressed")
                     if part.filename.endswith("data.pkl"):  # all but the numbers of tensors
                         archive.read(part)
-                damaged = archive.testzip() if verify else None
+                damaged = archive.testzip() if whole else None
             # Windows replaces no file that is mapped. PyTorch maps none whose name is not UTF-8:
             # in its name, Python has characters that are not printable.
             is_mapped = sys.platform != "win32" and str(path).isprintable()
@@ -341,7 +341,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     """Read a whole checkpoint, whose checksums are verified. Tables on disk are mapped, too, and
     appear in `model` like any others; `storage` says where they are, or is None. To `verify` them
     reads all of them."""
-    checkpoint = read_checkpoint(path, verify=True)
+    checkpoint = read_checkpoint(path, whole=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
     then = checkpoint["relatives"]
     now = digests(checkpoint["config"].ffn, checkpoint["config"].attention)
