@@ -272,6 +272,8 @@ def test_settings_from_python_are_checked_as_flags_are(data):
             train.resolve_settings(data_dir=data, **{name: wrong})
     with user_error("--schedule "):
         Settings(schedule="linaer")
+    with user_error("with --ffn engram: ngram_row; did you mean ngram_rows?"):
+        train.resolve_settings(data_dir=data, ffn="engram", ngram_row=3)
     assert train.resolve_settings(data_dir=data, out_dir="x").data_dir == str(data)
 
 

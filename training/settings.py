@@ -1,6 +1,7 @@
 """What can be set when training: presets, stages, and the way from flags to settings."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -222,9 +223,13 @@ class Settings:
         config_class = config_class_of(flat.get("ffn", ModelConfig.ffn))
         shape = {f.name: flat[f.name] for f in fields(config_class) if f.name in flat}
         of_run = {name: value for name, value in flat.items() if name not in shape}
-        unknown = set(of_run) - {f.name for f in fields(cls)}
+        known = [f.name for f in (*fields(cls), *fields(config_class))]
+        unknown = sorted(set(of_run) - set(known))
         if unknown:
-            raise UserError(f"unknown settings: {', '.join(sorted(unknown))}")
+            close = get_close_matches(unknown[0], known, 1)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            kind = flat.get("ffn", ModelConfig.ffn)
+            raise UserError(f"unknown settings with --ffn {kind}: {', '.join(unknown)}{meant}")
         return cls(**of_run, model=config_class(**shape))
 
 
