@@ -3,12 +3,10 @@ silence."""
 
 import pytest
 import torch
-from conftest import assert_same_run, checkpoint, interrupted, resume, small_run
+from conftest import small_run
 
-import model
 import train
 from model import Decoder, ModelConfig
-from stem import StemFFN
 from tables.storage import RamStorage
 from tables.tables import StoredTables
 from training import checks, optimizer
@@ -138,23 +136,6 @@ def test_nothing_is_said_of_what_is_right(source, more, notes, add_relative):
 
 def test_a_model_of_one_token_is_compared_with_what_is_loaded(notes):
     assert not notes(attention="linear", **ONE_TOKEN)
-
-
-def test_more_tables_of_a_decoder_are_trained_and_resumed(data, tmp_path, add_relative):
-    add_relative("mine", HEAD + MORE_TABLES)
-    whole = small_run(data, tmp_path / "whole", ffn="mine")
-    assert (checkpoint(whole)["model"]["more.weight.0"] != 0).all()  # as it begins
-    assert_same_run(whole, resume(interrupted(data, tmp_path / "cut", 9, ffn="mine")))
-
-
-def test_layers_that_are_changed_where_they_are_built_in_are_checked(notes, monkeypatch):
-    class LooksAhead(StemFFN):
-        def forward(self, x, rows):
-            return super().forward(x, rows.roll(-1, 1))
-
-    monkeypatch.setattr(model, "StemFFN", LooksAhead)
-    (note,) = notes()
-    assert "looks ahead" in note
 
 
 def test_tables_that_are_stored_count_for_what_is_loaded_beside_itself(tmp_path, monkeypatch):
