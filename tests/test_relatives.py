@@ -278,6 +278,3 @@ def test_a_config_of_another_kind_is_refused():
     ):
         with user_error(r"config_class\(ffn='moe'\)"):
             made()
-    for wrong in ("Dense", "sterm"):
-        with user_error(f"--ffn {wrong} is not one of dense, stem"):
-            Decoder(ModelConfig(ffn=wrong))
