@@ -459,18 +459,6 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, tmp_path, place):
             assert contents(tmp_path) == before, (name, line)
 
 
-def test_a_run_writes_nowhere_that_a_checkpoint_says(out, data, tmp_path):
-    saved = checkpoint(out)
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine/ckpt.pt").write_text("mine")
-    place = {"out_dir": f"{tmp_path}/mine", "overwrite": True}
-    torch.save({**saved, "args": {**saved["args"], **place}}, out / "ckpt.pt")
-    small = f"--data_dir {data} --max_iters 1 --eval_tokens 64"
-    command(f"train.py --init_from out/ckpt.pt --out_dir new {small}")
-    command("train.py --resume --out_dir out --max_iters 13")
-    assert contents(tmp_path / "mine") == {Path("ckpt.pt"): b"mine"}
-
-
 def test_best_pt_is_not_resumed(trained, tmp_path):
     shutil.copy(trained["stem"] / "best.pt", tmp_path / "ckpt.pt")
     assert "cannot be resumed" in refused("train.py --resume --out_dir", tmp_path)
@@ -503,38 +491,6 @@ def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes
         f"train.py --data_dir {data} --init_from {rising} --out_dir {rising} --overwrite"
     )
     assert load_model(trained["stem"], CPU)[2]["step"] == 12 and not capsys.readouterr().err
-
-
-LISTED = """
-import torch
-import model
-from tables.tables import Tables
-
-class Listed(Tables):
-    def __init__(self, n_table, n_row, width):
-        super().__init__(n_row, width)
-        self.weight = [torch.zeros(n_row, width) for _ in range(n_table)]
-
-class Decoder(model.Decoder):
-    def make_tables(self, tables, widths):
-        return Listed(len(widths), self.config.vocab_size, widths[0])
-"""
-
-
-def test_own_tables_with_a_plain_list_are_saved_and_what_is_missing_is_an_error(
-    data, trained, tmp_path, add_relative
-):
-    add_relative("listed", LISTED)
-    out = small_run(data, tmp_path / "listed", ffn="listed")
-    model, _, saved = load_model(out / "ckpt.pt", CPU)
-    assert_same(saved["model"], checkpoint(trained["stem"])["model"])
-    assert torch.equal(model.tables.weight[0], saved["model"]["tables.weight.0"])
-    saved = checkpoint(out)
-    del saved["model"]["tables.weight.0"]
-    torch.save(saved, out / "ckpt.pt")
-    for read in (partial(load_model, device=CPU), lambda path: resume(out)):
-        with pytest.raises(RuntimeError, match=r"tables\.weight\.0"):
-            read(out / "ckpt.pt")
 
 
 def test_a_compiled_model_is_saved_as_what_was_compiled(stem_ckpt, tmp_path):
