@@ -170,19 +170,12 @@ def test_rows_are_edited_where_each_token_reads_its_own():
     assert not is_editable(decoder(ffn="bigram", ngram_rows=TINY["vocab_size"]))
 
 
-class Shared(ResidentTables):
-    """A table of V rows, of which eight tokens read one."""
-
-    def lookup(self, ids):
-        return super().lookup(ids // 8)
-
-
 class Scaled(ResidentTables):
     def lookup(self, ids):
         return (2 * rows for rows in super().lookup(ids))
 
 
-@pytest.mark.parametrize("kind", [ResidentTables, Shared, Scaled])
+@pytest.mark.parametrize("kind", [ResidentTables, Scaled])
 def test_rows_are_edited_where_a_lookup_returns_what_is_stored(kind):
     """Else a saved edit would not read as it was shown."""
     model = decoder(ffn="stem")
