@@ -52,6 +52,7 @@ def stored(folder, split):
 
 TEXTS = [{"text": f"<|im_start|>A page<|im_end|> {i} <|endoftext|> says hello."} for i in range(60)]
 TALK = by_turns("What is it? <|im_end|>", "A number. 日本")
+SYSTEM = says("system", "S")
 
 
 def test_a_documents_split_depends_on_its_hash_alone():
@@ -304,13 +305,9 @@ BLANKS = b" " * 10**6
         (b'{"system": "a", "answer": "b"}', "no question"),
         ({"messages": TALK, "chosen": "a", "rejected": "b"}, "messages must end with the question"),
         ({"messages": by_turns("a", " ")}, "an answer is empty"),
-        ({"system": "A", "messages": [says("system", "A"), *TALK]}, "a system message beside"),
+        ({"system": "A", "messages": [SYSTEM, *TALK]}, "a system message beside"),
         (
-            {
-                "system": "A",
-                "chosen": [says("system", "A"), *TALK],
-                "rejected": [says("system", "A"), *by_turns(TALK[0]["content"], "No.")],
-            },
+            {"system": "A", "prompt": [SYSTEM, TALK[0]], "chosen": "a", "rejected": "b"},
             "a system message beside",
         ),
         (b'{"messages": [{"role": ["user"], "content": ""}]}', '.*need "role" and "content"'),
@@ -355,7 +352,6 @@ def test_conversations_that_call_tools_are_left_out(tmp_path, data):
     assert "0 of 0 documents (conversations that call tools are left out)" in said
 
 
-SYSTEM = says("system", "S")
 TOLD = by_turns("Hi?", "Ho.")
 ASKED, ANSWERED = TOLD
 OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
