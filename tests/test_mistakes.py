@@ -308,16 +308,6 @@ def test_no_memory_is_one_line(work):
         common.run(work)
 
 
-def test_a_reader_that_has_gone_ends_a_command_without_a_word(monkeypatch):
-    """As in `train.py | head`."""
-    reading, writing = os.pipe()
-    os.close(reading)
-    with open(writing, "w") as pipe, pytest.raises(SystemExit) as ended:
-        monkeypatch.setattr(sys, "stdout", pipe)
-        common.run(lambda: print("x" * 10**6))
-    assert ended.value.code == 1
-
-
 def test_text_of_a_model_or_a_file_does_nothing_to_a_terminal(monkeypatch):
     class Terminal(io.TextIOWrapper):
         def isatty(self):
