@@ -12,7 +12,7 @@ from conftest import CPU, assert_same, by_turns, user_error, write_jsonl
 
 from corpora import countries
 from corpora.questions import score_answers
-from edit import Edit, continuations, edit_checkpoint, locate, new_rows, undo
+from edit import Edit, edit_checkpoint, locate, new_rows, undo
 from lab.edits import INVENTED, all_pairs, measure_checkpoint, report_edits, row_with_edits
 from lab.experiment import Experiment
 from model import Decoder, ModelConfig
@@ -217,42 +217,16 @@ def test_what_is_learned_is_saved_and_what_changes_is_said(encoding, ckpt, monke
     assert not saved.exists()
 
 
-def test_what_is_shown_is_what_the_saved_model_says(encoding, ckpt, monkeypatch):
-    """Also of an answer that has the name itself, which reads the new rows there."""
-    saved = ckpt.with_name("saved.pt")
-    prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary(" Spain Fiji")
-    shown = []
-
-    def show(*given):
-        shown.append(given[-1])
-        return continuations(*given)
-
-    def p(model, ids):
-        return score_answers(model, [prompt], [answer], [ids]).probability.log().item()
-
-    monkeypatch.setattr("edit.continuations", show)
-    monkeypatch.setattr("edit.as_written", lambda _, located: located.answer)  # however it is
-    for change in ({"target": "Peru"}, {"write": "Spain Fiji"}):
-        edited(ckpt, saved, **SPAIN, **change)
-        model = load_model(saved, CPU)[0]
-        expected = p(model, prompt)
-        _, after = shown[-1]
-        model.tables = after.tables
-        assert p(model, after.ids) == pytest.approx(expected)
-        saved.unlink()
-
-
 @pytest.mark.parametrize(
-    ("is_said", "stop", "reply", "expected"),
+    ("stop", "reply", "expected"),
     [
-        (True, -1, [], [5, 6]),
-        (False, -1, [3, 5, 6], []),
-        (False, 2, [3, 5, 6], [3, 5, 6]),  # in a chat, 3 opens an answer
-        (False, 2, [3, 5, 7], []),
+        (-1, [3, 5, 6], []),
+        (2, [3, 5, 6], [3, 5, 6]),  # in a chat, 3 opens an answer
+        (2, [3, 5, 7], []),
     ],
 )
-def test_an_answer_is_kept_as_the_model_opens_it(monkeypatch, is_said, stop, reply, expected):
-    scores = SimpleNamespace(greedy=torch.tensor([is_said]))
+def test_an_answer_is_kept_as_the_model_opens_it(monkeypatch, stop, reply, expected):
+    scores = SimpleNamespace(greedy=torch.tensor([False]))
     monkeypatch.setattr("training.edits.score_answers", lambda *_: scores)
     monkeypatch.setattr("training.edits.continuation", lambda *_: reply)
     monkeypatch.setattr("training.edits.opening_of", lambda *given: (int(given[-1][0] == 3), [3]))
@@ -366,9 +340,9 @@ def test_ids_out_of_range_read_no_extra_rows():
             list(tables.lookup(torch.tensor([[bad]])))
 
 
-def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding):
-    """Of a model that was in training, which has its own rows afterwards; a name in other tokens
-    than the prompt's is refused."""
+def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding, monkeypatch):
+    """Of a model that was in training, which has its own rows afterwards, also if it is
+    interrupted; a name in other tokens than the prompt's is refused."""
     prompt, answer = encode(encoding, "Country: Spain"), encoding.encode_ordinary("S")
     name = encoding.encode_ordinary(" Spain")
     written = []
@@ -379,14 +353,9 @@ def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding):
     assert_same(*written)
     with pytest.raises(AssertionError, match="with a space"):
         train_rows(model, prompt, encoding.encode_ordinary("Spain"), answer, [prompt])
-
-
-def test_a_model_whose_training_is_interrupted_keeps_its_own_rows(encoding, monkeypatch):
     monkeypatch.setattr(writing, "STEPS", "none")  # which is an error there
-    model = made(encoding)
-    tables, prompt = model.tables, encode(encoding, "Country: Spain")
     with pytest.raises(TypeError):
-        train_rows(model, prompt, prompt[-1:], prompt[-1:], [prompt])
+        train_rows(model, prompt, name, answer, [prompt])
     assert model.tables is tables
 
 
