@@ -2,9 +2,6 @@
 
 import io
 import itertools
-import os
-import select
-import subprocess
 import sys
 import time
 import unicodedata
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from conftest import ROOT, by_turns, says, user_error
+from conftest import by_turns, says, user_error
 from naive import decoder
 
 from common import UserError
@@ -183,35 +180,16 @@ def test_lines_are_messages_until_the_input_ends(monkeypatch, capsys, asks):
     stdin.isatty = lambda: asks
     chat = Echo()
     monkeypatch.setattr("sys.stdin", stdin)
+    monkeypatch.delitem(sys.modules, "readline", raising=False)
     converse(chat, seed=5)
+    # In a terminal, arrow keys edit a line, by a module that Windows has not.
+    assert ("readline" in sys.modules) == (asks and sys.platform != "win32")
     out, err = capsys.readouterr()
     assert out.replace("> ", "").splitlines() == ["5:Hi \ufffd", "", "9:A", "11:In France"]
     assert out.count("> ") == (8 if asks else 0)  # seven lines and the end
     fewer, new = err.splitlines()
     assert "fewer" in fewer and "new" in new
     assert chat.turns == ["In France"]
-
-
-def test_keys_edit_a_line():
-    """Left and up, in a terminal. Else they would be part of the message."""
-    pytest.importorskip("readline")
-    pty = pytest.importorskip("pty")
-    code = "from test_chat import *\nchat = Echo()\nconverse(chat, seed=5)\nprint(chat.turns)"
-    keys, terminal = pty.openpty()
-    paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
-    streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
-    line = [sys.executable, "-c", code]
-    with subprocess.Popen(line, env={**os.environ, **paths}, **streams) as process:
-        os.close(terminal)
-        for typed in (b"ac\x1b[Db\n", b"\x1b[Ad\n", b"\x04"):
-            said = b""
-            while not said.endswith(b"> "):
-                assert select.select([keys], [], [], 60)[0]
-                said += os.read(keys, 1)
-            os.write(keys, typed)
-        assert process.wait(60) == 0
-    assert b"['abc', 'abcd']" in os.read(keys, 1000)
-    os.close(keys)
 
 
 def test_a_chat_without_standard_input_says_so(monkeypatch):
