@@ -3,7 +3,7 @@
 import ast
 import re
 
-from conftest import EDIT, ROOT, SMALL, assert_same_run, command, config_source, losses
+from conftest import ROOT, command, config_source
 
 COMMANDS = ("train", "sample", "prepare", "edit", "convert")
 # From the top down: a file imports what stands below it, or beside it.
@@ -78,27 +78,6 @@ def test_links_of_the_pages_lead_somewhere():
                 heads = re.findall(r"^#+ (.*)", target.read_text(encoding="utf-8"), re.MULTILINE)
                 anchors = [re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads]
                 assert anchor in anchors, f"{page}: {name}#{anchor}"
-
-
-def test_the_layer_of_the_readme_is_one_file(data, tmp_path, add_relative):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
-    block = re.search(r"```python\n(# relatives/(\w+)\.py\n.*?)```", text, re.DOTALL)
-    source, name = block.groups()
-    add_relative(name, source)
-    assert f"in relatives/: {name};" in " ".join(command("train.py -h").stdout.split())
-    written = set()
-    for place in ("none", "disk"):
-        out = tmp_path / place
-        ckpt = out / "ckpt.pt"
-        more = f"--ffn {name} --stem_layers 1 --offload {place}".split()
-        command("train.py", *SMALL, *more, "--data_dir", data, "--out_dir", out)
-        command("train.py --resume --max_iters 14 --out_dir", out)
-        assert losses(out)[-1] < 0.5 * losses(out)[0]
-        sampled = command("sample.py --max_new_tokens 20 --ckpt", ckpt, "--offload", place)
-        edited = command("edit.py", *EDIT, "--ckpt", ckpt, "--save", tmp_path / f"{place}.pt")
-        written.add((sampled.stdout, edited.stdout.replace(place, "")))
-    assert len(written) == 1
-    assert_same_run(tmp_path / "none", tmp_path / "disk")
 
 
 def test_a_file_of_ones_own_hides_no_help(tmp_path, add_relative):
