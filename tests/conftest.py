@@ -257,10 +257,13 @@ def assert_same_run(a: Path, b: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def no_gpu(request, monkeypatch):
-    """Tests that are not marked `gpu` run on the CPU, on a machine with a GPU, too."""
+    """Tests that are not marked `gpu` run on the CPU, on a machine with a GPU, too; the others are
+    skipped without one."""
     if "gpu" not in request.keywords:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # for processes that a test starts
+    elif not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,7 @@ from tables.storage import DiskStorage, RamStorage
 from tables.tables import ResidentTables, Tables
 from training.captured import capture_steps
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(autouse=True)

@@ -36,9 +36,6 @@ CHUNK = 13 * L * W * 8  # bytes: transfers of a few tokens, so that one takes se
 FEW = 3 * L * W * 4  # bytes
 
 
-has_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.fixture(autouse=True)
 def three_are_few(monkeypatch):
     """Of more rows than three tokens have, the distinct ones are sent, table by table."""
@@ -46,7 +43,7 @@ def three_are_few(monkeypatch):
         monkeypatch.setattr(transfers, "few_bytes", FEW)
 
 
-@pytest.fixture(params=["simulated", pytest.param("cuda", marks=[pytest.mark.gpu, has_gpu])])
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
 def gpu(request):
     if request.param == "cuda":
         yield SimpleNamespace(device=torch.device("cuda"), synchronize=torch.cuda.synchronize)

@@ -73,7 +73,6 @@ def test_where_triton_does_not_compile_pytorch_copies(error, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [1, 3, 8193])  # the last in two blocks
 def test_rows_of_some_tables_are_copied_both_ways(width, dtype):
