@@ -141,14 +141,13 @@ def test_moments_find_their_weights_when_a_model_makes_these_in_another_order():
         torch.testing.assert_close(each.state_dict(), model.state_dict(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("change", [{"table_state": "number"}, {"n_layer": 3}])
-def test_moments_of_other_tables_are_refused(change):
+@pytest.mark.parametrize(("n_layer", "more"), [(2, {"table_state": "number"}), (3, {})])
+def test_moments_of_other_tables_are_refused(n_layer, more):
     """One moment a row would be broadcast into those of its numbers."""
     state = optimizer_of(small()).state_dict()
-    n_layer = change.pop("n_layer", 2)
     other = Decoder(ModelConfig(9, n_layer=n_layer, n_head=1, n_embd=8))
     with user_error(r"moments of 1 tables \[\[9, 1\]\], not of .*: use --init_from"):
-        optimizer_of(other, **change).load_state_dict(state)
+        optimizer_of(other, **more).load_state_dict(state)
 
 
 def test_a_scheduler_of_pytorch_sets_the_rates_of_adamw_and_of_rows():
