@@ -87,9 +87,14 @@ def test_names_get_the_wanted_values_or_states(ffn, method, part, n, how, monkey
     wanted = torch.randn(n, 16)
     monkeypatch.setattr(Editor, "wanted_changes", lambda *_, **how: wanted)
     before = at_names(editor.model, 1, requests, part)
+    lower = at_names(editor.model, 0, requests, "value")
     getattr(editor, method)(requests, limit=1, rate=0.5, **how)
     after = at_names(editor.model, 1, requests, part)
     torch.testing.assert_close(after, before + wanted, atol=1e-4, rtol=0)
+    # Of two layers, each gives half.
+    share = 0.5 if "n_layer" in how else 0.0
+    lower = at_names(editor.model, 0, requests, "value") - lower
+    torch.testing.assert_close(lower, share * wanted, atol=1e-4, rtol=0)
 
 
 def test_closed_forms_change_other_keys_least():
