@@ -11,14 +11,16 @@
     memit         many keys of several FFNs do (Meng et al., 2210.07229)
     alphaedit     so they do, by updates that leave frequent keys alone (Fang et al., 2410.02355)
 
-An FFN's `down` is a memory to ROME and MEMIT: its input is a key, its output the value. In STEM,
-too, where a row of the token is part of the key.
+An FFN's `down` is a memory to ROME, MEMIT and AlphaEdit: its input is a key, its output the value.
+In STEM, too, where a row of the token is part of the key.
 
-Both give the updates of their authors' code (github.com/kmeng01/memit), up to rounding, but for the
-settings (lab/counterfact.py) and: the second moments' small ridge; as many texts before the prompt
-for ROME as for MEMIT, of equal weight (in MEMIT's code, the prompt alone has half); what
+ROME and MEMIT give the updates of their authors' code (github.com/kmeng01/memit), up to rounding,
+but for the settings (lab/counterfact.py) and: the second moments' small ridge; as many texts before
+the prompt for ROME as for MEMIT, of equal weight (in MEMIT's code, the prompt alone has half); what
 `wanted_changes` says. FT-L there trains layer 0, and predicts all of an answer from the prompt
 alone; here it is one of the layers that know most, and each token follows those before it.
+AlphaEdit solves what its authors' code does (github.com/jianghoucheng/AlphaEdit). There, the null
+space begins at an absolute second moment, and earlier keys are means over several texts.
 """
 
 from collections.abc import Callable, Iterator
