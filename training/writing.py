@@ -43,7 +43,7 @@ def train_rows(
     spellings: Sequence[list[int]] = (),
     earlier: list[Fact] | None = None,
     keep: float | None = None,
-    rate: float = RATE,
+    rate: float | None = None,
     place: str = "tables",
 ) -> dict[int, Tensor]:
     """Write a fact into new rows for a name. The model keeps its own: `with_rows` has the new ones.
@@ -58,7 +58,7 @@ def train_rows(
             rows are taught again: else they are lost to the next ones about their name. Those that
             this one corrects are taken out of the list.
         keep: weight of what must not change; None: KEEP.
-        rate: Adam's at the first step.
+        rate: Adam's at the first step; None: RATE.
         place: whose rows: the model's `tables`, or `wte`, its input embedding, where that is not
             the head. (A dense model has one, too: lab/counterfact.py compares the two.)
 
@@ -79,6 +79,7 @@ def train_rows(
     setattr(model, place, extra)
     try:
         keep = KEEP if keep is None else keep
+        rate = RATE if rate is None else rate
         names = [name, *spellings]
         taught = write_fact(model, [extra.extra], facts, names, texts, keep, rate, stop, others)
     finally:  # also where it is interrupted, as in a notebook
