@@ -98,7 +98,7 @@ def answered_after_edit(
     model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy"
 ) -> Tensor:
     """Which pairs answer with the target's fact after an edit that aligns names as `--align how`:
-    [N] bool. With `embedding`, another model is asked: see above."""
+    [N] bool. With `embedding`, the prompt has the target's name, and rows are the source's."""
     tables = model.tables
     targets = [spellings(encoding, target.country.name) for _, target in pairs]
     if how == "average":
