@@ -20,7 +20,8 @@ the prompt for ROME as for MEMIT, of equal weight (in MEMIT's code, the prompt a
 `wanted_changes` says. FT-L there trains layer 0, and predicts all of an answer from the prompt
 alone; here it is one of the layers that know most, and each token follows those before it.
 AlphaEdit solves what its authors' code does (github.com/jianghoucheng/AlphaEdit). There, the null
-space begins at an absolute second moment, and earlier keys are means over several texts.
+space begins at an absolute second moment, and earlier keys are means over several texts, also of
+the same subject (hardly ever edited twice there).
 """
 
 from collections.abc import Callable, Iterator
@@ -405,14 +406,18 @@ class Editor:
     def alphaedit(
         self, requests: list[Request], n_layer: int, null: float, ridge: float, **how
     ) -> None:
-        """Earlier keys are those of the prompts alone, as the model has them now."""
+        """Earlier keys are those of the prompts alone, as the model has them now. Those of the same
+        names are not held: where a fact has nothing but the name before it, all facts about a name
+        have one key, which could then never get another value."""
+        names = [request.name for request in requests]
+        written = [old for old in self.written if old.name not in names]
 
         def update(layer: int, keys: Tensor, changes: Tensor) -> Tensor:
             earlier = keys[:0]
-            if self.written:
-                prompts = [torch.tensor(old.prompt) for old in self.written]
+            if written:
+                prompts = [torch.tensor(old.prompt) for old in written]
                 sites = watch(self.model, pad_sequence(prompts, batch_first=True))
-                ends = torch.tensor([old.end for old in self.written])
+                ends = torch.tensor([old.end for old in written])
                 earlier = sites[layer].at(ends).key.double()  # [k, d_ff]
             second = self.second[layer]
             return alphaedit_update(second, keys, changes, earlier, null, ridge)

@@ -126,16 +126,19 @@ def test_closed_forms_change_other_keys_least():
 
 
 def test_alphaedit_holds_what_was_written_before(monkeypatch):
-    def moved(written: list[Request]) -> float:
+    """But for what was written about the same name, which has the same key."""
+    first, second = asked(2)
+
+    def moved(written: list[Request], asked: Request) -> float:
         monkeypatch.setattr(Editor, "wanted_changes", lambda *_, **how: 3 * torch.ones(1, 16))
         editor = an_editor("stem")
-        first, second = asked(2)
-        before = at_names(editor.model, 1, [first], "state")
+        before = at_names(editor.model, 1, [asked], "state")
         editor.written = written
         editor.alphaedit([second], n_layer=1, null=1.0, ridge=1e-4, limit=1, rate=0.5)
-        return (at_names(editor.model, 1, [first], "state") - before).norm().item()
+        return (at_names(editor.model, 1, [asked], "state") - before).norm().item()
 
-    assert moved(asked(1)) < 0.2 * moved([])
+    assert moved([first], first) < 0.2 * moved([], first)
+    assert moved([second], second) == moved([], second)
 
 
 def test_input_embeddings_are_written_alone():
