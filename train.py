@@ -156,6 +156,7 @@ class Run:
 
 def train(settings: Settings) -> None:
     """A whole training run: what `python train.py` does once its flags have become settings."""
+    note_edited_files(settings)
     with run_folder(settings.out_dir):
         # 1) data, and the checkpoint to continue or to start from
         checkpoint = None
@@ -174,6 +175,15 @@ def train(settings: Settings) -> None:
         describe(settings, data, run.objective)
         fit(run)
         del run  # Windows deletes no tables that are mapped
+
+
+def note_edited_files(settings: Settings) -> None:
+    """Say if a file of the model is another now than when Python read it, as in a notebook."""
+    kinds = settings.model.ffn, settings.model.attention
+    now, then = digests(*kinds), digests_of_imported(*kinds)
+    edited = [path_of(name) for name in now if now[name] != then[name]]
+    if edited:
+        print(f"note: {', '.join(edited)} changed after Python read it: restart Python")
 
 
 def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None:
@@ -218,11 +228,6 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
         raise UserError("--table_optimizer adamw: in one process only")
 
     # 2) the model
-    kinds = settings.model.ffn, settings.model.attention
-    now, then = digests(*kinds), digests_of_imported(*kinds)
-    edited = [path_of(name) for name in now if now[name] != then[name]]
-    if edited:
-        print(f"note: {', '.join(edited)} changed after Python read it: restart Python")
     device = pick_device(settings.device)
     dtype = training_dtype(settings.dtype, device)
     torch.manual_seed(settings.seed)

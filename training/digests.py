@@ -34,7 +34,7 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
     return found
 
 
-imported: dict[tuple, str] = {}  # digests of files, by path and what Python has made of them
+imported: dict[Path, tuple] = {}  # what Python made of a file when it was first asked, its digest
 
 
 def digests_of_imported(ffn: str, attention: str) -> dict[str, str]:
@@ -44,8 +44,11 @@ def digests_of_imported(ffn: str, attention: str) -> dict[str, str]:
     root = Path(model.__file__).parent
     for name in found:
         module = sys.modules.get(f"relatives.{name}")
-        made = [getattr(module, kind, None) for kind in ("Decoder", "Attention")]
-        found[name] = imported.setdefault((root / path_of(name), *made), found[name])
+        made = getattr(module, "__spec__", None)  # another one, once it is reloaded
+        path = root / path_of(name)
+        if path not in imported or imported[path][0] is not made:
+            imported[path] = made, found[name]
+        found[name] = imported[path][1]
     return found
 
 
