@@ -6,8 +6,8 @@ fact in held-out words. Success: the greedy answer is the other's fact. Pairs th
 (Spanish for Peru and Chile) could not fail and are left out. Names of unequal length are aligned in
 each way of `edit.py --align`; where they are equal, all but averages are the same.
 
-The control, `embedding`: the name keeps its rows, and its input embedding is the other's, which a
-dense model has, too. Does the fact lie in the rows, or would any vector of the name do?
+The control: the name keeps its rows, and its input embedding is the other's (`embedding`), which a
+dense model has, too. Or does the answer remain the name's own (`own fact`)?
 
     python lab/analyze.py edits               # models trained for it
     python lab/analyze.py edits out/ckpt.pt   # this checkpoint
@@ -40,6 +40,7 @@ from training.edits import ALIGNMENTS, check_editable, edited_ids, spellings
 from training.records import read_run
 
 RELATIONS = ("capital", "language", "region")
+CONTROLS = ("embedding", "own fact")
 MOST = 500  # random pairs of each sort, for each relation
 # Names that no country has, of one to seven tokens of the countries corpus.
 INVENTED = ("Atlantis", "Narnia", "Wakanda", "Genovia", "Ruritania", "Gondor", "Mordor", "Oz")
@@ -98,7 +99,7 @@ def answered_after_edit(
     model: Decoder, encoding: Encoding, pairs: list[Pair], how: str = "copy"
 ) -> Tensor:
     """Which pairs answer with the target's fact after an edit that aligns names as `--align how`:
-    [N] bool. With `embedding`, the prompt has the target's name, and rows are the source's."""
+    [N] bool. With CONTROLS, the prompt has the target's name, and rows are the source's."""
     tables = model.tables
     targets = [spellings(encoding, target.country.name) for _, target in pairs]
     if how == "average":
@@ -106,12 +107,12 @@ def answered_after_edit(
         means = [[mean] for mean in model.tables.ids]
         targets = list(zip(means[::2], means[1::2], strict=True))
     prompts = [source.prompt for source, _ in pairs]
-    answers = [target.answer for _, target in pairs]
+    answers = [(source if how == "own fact" else target).answer for source, target in pairs]
     table_prompts = [
         edited_ids(encoding, source.prompt, source.country.name, both, how)
         for (source, _), both in zip(pairs, targets, strict=True)
     ]
-    if how == "embedding":
+    if how in CONTROLS:
         prompts, table_prompts = table_prompts, prompts
     greedy = score_answers(model, prompts, answers, table_prompts).greedy
     model.tables = tables
@@ -129,9 +130,9 @@ def report_edits(model: Decoder, encoding: Encoding, _, most: int) -> dict:
         for sort, pairs in all_pairs(encoding, relation).items():
             part = {"names": sort, "asked for": relation}
             some = random.Random(0).sample(pairs, min(most, len(pairs)))
-            for how in (*ALIGNMENTS, "embedding"):
+            for how in (*ALIGNMENTS, *CONTROLS):
                 part[how] = None
-                if how in ("copy", "embedding") or sort.startswith("longer"):
+                if how in ("copy", *CONTROLS) or sort.startswith("longer"):
                     part[how] = mean(answered_after_edit(model, encoding, some, how))
             parts.append(part)
     successes = [part["copy"] for part in parts if part["names"] == "one token"]
