@@ -71,6 +71,7 @@ def train_rows(
     texts = texts_about(model, beginnings, stop)
     others = texts_about_namesakes(model, prompt, name, own, stop)
     earlier = [] if earlier is None else earlier
+    assert isinstance(earlier, list), "earlier is a list: what is corrected is taken out of it"
     kept = {tuple(asked): said for asked, said in earlier if {*asked} & {*own}}
     kept.pop(tuple(prompt), None)
     facts = [(prompt, answer), *((list(asked), said) for asked, said in kept.items())]
