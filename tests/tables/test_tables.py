@@ -543,3 +543,13 @@ def test_the_lines_for_nanogpt_make_it_stem():
     exec(code(added["# train.py: after scaler.update()"]).strip(), {**names, "lr": 0.01})
     for weight, old in zip(model.tables.weight, before.weight, strict=True):
         assert (weight != old).any(1).nonzero().flatten().tolist() == [1, 3]
+
+
+@pytest.mark.filterwarnings("ignore:gradients of rows")
+def test_a_model_forgets_the_gradients_of_rows_with_all_others():
+    model = small()
+    for ids in (BATCH, BATCH[:, :1]):
+        model.zero_grad()
+        model(ids, ids)[1].backward()
+    for part in (model.tables, model.wte):
+        assert part.gradients()[0].tolist() == [3, 7]

@@ -3,7 +3,7 @@ silence."""
 
 import pytest
 import torch
-from conftest import small_run
+from conftest import assert_same_run, checkpoint, interrupted, resume, small_run
 
 import train
 from model import Decoder, ModelConfig
@@ -164,3 +164,10 @@ def test_steps_that_float16_skips_are_no_layers_fault(notes, monkeypatch):
     monkeypatch.setattr(optimizer, "get_total_norm", lambda gradients: infinite)
     (note,) = notes(dtype="float16")
     assert "no step was taken so far, as gradients overflow float16" in note
+
+
+def test_more_tables_of_a_decoder_are_trained_and_resumed(data, tmp_path, add_relative):
+    add_relative("mine", HEAD + MORE_TABLES)
+    whole = small_run(data, tmp_path / "whole", ffn="mine")
+    assert (checkpoint(whole)["model"]["more.weight.0"] != 0).all()  # as it begins
+    assert_same_run(whole, resume(interrupted(data, tmp_path / "cut", 9, ffn="mine")))
