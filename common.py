@@ -20,7 +20,7 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -201,6 +201,14 @@ def initials(name: str) -> str:
     return "--" + "".join(word[:1] for word in name.lstrip("-").split("_"))
 
 
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """What to say after an unknown name: which of the known ones may be meant, or nothing."""
+    close = get_close_matches(name, known, 1, 0.8)
+    close += [other for other in known if initials(other) == f"--{name.lstrip('-')}"]  # --lr
+    close += [other for other in known if other.startswith(name)]  # --max_new
+    return f"; did you mean {close[0]}?" if close else ""
+
+
 class Parser(ArgumentParser):
     """A parser whose errors are one line, and exit code 2."""
 
@@ -209,12 +217,8 @@ class Parser(ArgumentParser):
     def parse_args(self, *arguments) -> Namespace:
         given, unknown = self.parse_known_args(*arguments)
         if unknown:
-            known = self._option_string_actions
             name = unknown[0].partition("=")[0]
-            close = get_close_matches(name, known, 1, 0.8)
-            close += [other for other in known if initials(other) == name]  # --lr
-            close += [other for other in known if other.startswith(name)]  # --max_new
-            meant = f"; did you mean {close[0]}?" if close else ""
+            meant = did_you_mean(name, self._option_string_actions)
             if not name.startswith("-"):
                 meant = "; a value follows the name of its flag"
             self.error(f"unrecognized{self.chosen}: {' '.join(unknown)}{meant}")

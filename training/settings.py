@@ -1,11 +1,19 @@
 """What can be set when training: presets, stages, and the way from flags to settings."""
 
 from dataclasses import asdict, dataclass, field, fields, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from common import Parser, UserError, add_flags, check_ranges, check_values, flag, make_parser
+from common import (
+    Parser,
+    UserError,
+    add_flags,
+    check_ranges,
+    check_values,
+    did_you_mean,
+    flag,
+    make_parser,
+)
 from model import ModelConfig, decoder_class, relatives
 from tables.storage import DTYPES
 from training.batches import parse_mixture
@@ -226,8 +234,7 @@ class Settings:
         known = [f.name for f in (*fields(cls), *fields(config_class))]
         unknown = sorted(set(of_run) - set(known))
         if unknown:
-            close = get_close_matches(unknown[0], known, 1)
-            meant = f"; did you mean {close[0]}?" if close else ""
+            meant = did_you_mean(unknown[0], known)
             kind = flat.get("ffn", ModelConfig.ffn)
             raise UserError(f"unknown settings with --ffn {kind}: {', '.join(unknown)}{meant}")
         return cls(**of_run, model=config_class(**shape))
@@ -299,8 +306,8 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     values = {**values, **given, "preset": preset, "stage": name}
     part = values.get("device_batch_size")
     if "device_batch_size" not in given and part:  # the preset's need not divide a --batch_size
-        fitting = [n for n in range(1, part + 1) if values["batch_size"] % n == 0]
-        values["device_batch_size"] = fitting[-1]
+        fitting = (n for n in range(1, part + 1) if values["batch_size"] % n == 0)
+        values["device_batch_size"] = max(fitting)
     settings = Settings.from_flat(values)
 
     # 2) what the size of the data decides, unless it is given
