@@ -91,7 +91,7 @@ def resolve_settings(**given) -> Settings:
         step = checkpoint["step"]
         if step > settings.max_iters:
             raise UserError(f"{settings.origin} is already at step {step}; raise --max_iters")
-        if step == settings.max_iters and ranks.rank == 0:
+        if step == settings.max_iters:
             done = f"note: {settings.origin} has taken its {step} steps"
             print(f"{done}: flags change nothing in it; a larger --max_iters goes on")
         return settings
