@@ -8,7 +8,7 @@ import torch
 from conftest import CPU, ROOT, command, flags, refused, small_run
 from naive import decoder
 
-from lab.edits import Asked, answered_after_edit
+from lab.edits import CONTROLS, Asked, answered_after_edit
 from tables.extra import mean_rows
 from text import bpe
 from text.tokenizer import encode
@@ -115,9 +115,10 @@ def test_a_wrong_alignment_is_one_line(stem_ckpt, tmp_path):
 # --- how they are measured ---
 
 
-@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("how", [*HOW, *CONTROLS])
 def test_pairs_are_asked_under_their_own_rows_and_tables_stay(encoding, how):
-    """Answers are what the model says after that very edit, or something else."""
+    """Answers are what the model says after that very edit, or something else. In a control, ids
+    and the ids of rows change places."""
     model = decoder(vocab_size=encoding.n_vocab)
     tables = model.tables
     pairs = []
@@ -128,9 +129,16 @@ def test_pairs_are_asked_under_their_own_rows_and_tables_stay(encoding, how):
             model.tables = mean_rows(tables, targets)
             targets = [[mean] for mean in model.tables.ids]
         read = torch.tensor([edited_ids(encoding, ids, source, targets, how)])
-        said = model(torch.tensor([ids]), table_ids=read)[0][0, -1].argmax().item()
+        given = torch.tensor([ids])
+        if how in CONTROLS:
+            given, read = read, given
+        said = model(given, table_ids=read)[0][0, -1].argmax().item()
         model.tables = tables
         said = (said + len(pairs) % 2) % encoding.n_vocab  # every second one is wrong
-        pairs.append([Asked(SimpleNamespace(name=n), 1, ids, [said]) for n in (source, target)])
+        answers = [[(said + 2) % encoding.n_vocab], [said]]  # the source's, the target's
+        if how == "own fact":
+            answers.reverse()
+        about = zip((source, target), answers, strict=True)
+        pairs.append([Asked(SimpleNamespace(name=name), 1, ids, said) for name, said in about])
     assert answered_after_edit(model, encoding, pairs, how).tolist() == [True, False] * 3
     assert model.tables is tables
