@@ -290,6 +290,25 @@ def test_facts_are_written_where_the_earlier_ones_are(encoding, ckpt, monkeypatc
     assert not ckpt.with_name("none.pt").exists()
 
 
+def test_a_fact_of_a_file_that_a_later_one_corrects_is_not_taught_again(
+    encoding, ckpt, monkeypatch
+):
+    given = []
+
+    def train(model, prompt, name, *rest, earlier):
+        given.append([*earlier])
+        new = train_rows(model, prompt, name, *rest, earlier)
+        if len(given) == 2:
+            del earlier[0]  # the first one is corrected
+        return new
+
+    monkeypatch.setattr("edit.train_rows", train)
+    names = ("Spain", "Fiji", "Peru")
+    lines = [dict(source=name, prompt=f"Country: {name}", write="S") for name in names]
+    edited(ckpt, None, facts=write_jsonl(ckpt.with_name("facts.jsonl"), lines))
+    assert given[2] == [(encode(encoding, "Country: Fiji"), given[1][0][1])]
+
+
 def test_a_later_fact_of_the_name_leaves_earlier_ones(encoding, monkeypatch):
     """... unless it has the same prompt. Facts about others are not even read."""
     spain, fiji, yes, no = (

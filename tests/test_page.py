@@ -77,6 +77,13 @@ def test_only_the_ticked_tables_are_swapped(page, ckpt):
 
 
 def test_a_fact_stays_until_it_is_undone(page, brief_facts, monkeypatch):
+    given = []
+
+    def train(*fact, earlier):
+        given.append(len(earlier))
+        return writing.train_rows(*fact, earlier)
+
+    monkeypatch.setattr("training.edits.train_rows", train)
     monkeypatch.setattr(writing, "STEPS", 10)
     plain = ask(page, "change", texts=SWAP, tables=[0])
     p = [0.0]
@@ -91,6 +98,8 @@ def test_a_fact_stays_until_it_is_undone(page, brief_facts, monkeypatch):
         assert ask(page, "undo")[-1]["facts"] == ["Anna: at"] * n
     assert ask(page, "change", texts=SWAP, tables=[0]) == plain
     assert "no fact" in ask(page, "undo")[0]["error"]
+    ask(page, "change", texts=FACT, tables=[])
+    assert given == [0, 1, 0]
 
 
 def test_one_request_at_a_time_which_the_stop_button_ends(page):
