@@ -483,30 +483,35 @@ def table(groups: Groups) -> str:
 
 
 def picture(groups: Groups) -> plt.Figure:
-    """Scores over the number of edits in sequence, a line a method."""
+    """Scores over the number of edits in sequence: a row of panels a model, a line a method."""
     panels = {
         "S, greedy": "S: new facts and neighbors",
         "others": "other facts of the names",
         "other countries": "other countries",
     }
-    figure, axes = plt.subplots(1, 3, figsize=(10, 3.2), sharey=True)
+    figure, axes = plt.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True)
     colors = {}
-    for axis, (score, title) in zip(axes, panels.items(), strict=True):
-        axis.set(title=title, ylim=(-2, 102), xlabel="edits in sequence", xscale="log")
-        for name in METHODS:
-            method, _, model = name.partition(", ")
-            color = colors.setdefault(method, f"C{len(colors)}")
-            points = [n for other, n, size in groups if other == name and size == 1]
-            means = []
-            for n in points:
-                seeds = map(figures, groups[name, n, 1])
-                means.append(100 * fmean(found[score] for found in seeds))
-            lines = {"dense": "o--", "texts held": "o:", "dense, texts held": "o-."}
-            line = lines.get(model, "o-")
-            axis.plot(points, means, line, color=color, ms=3, label=name)
+    for row, model in zip(axes, MODELS, strict=True):
+        names = [name for name in METHODS if METHODS[name].model == model]
+        for axis, score in zip(row, panels, strict=True):
+            for name in names:
+                method = name.partition(", ")[0]
+                color = colors.setdefault(method, f"C{len(colors)}")
+                points = [n for other, n, size in groups if other == name and size == 1]
+                means = []
+                for n in points:
+                    seeds = map(figures, groups[name, n, 1])
+                    means.append(100 * fmean(found[score] for found in seeds))
+                line = "o:" if name.endswith("held") else "o-"
+                label = name.replace(f", {model}", "")
+                axis.plot(points, means, line, color=color, ms=3, label=label)
+        row[0].set(ylabel=f"{model}: whole answers, %", ylim=(-2, 102), xscale="log")
+        row[2].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
+    for axis, title in zip(axes[0], panels.values(), strict=True):
+        axis.set_title(title)
+    for axis in axes[1]:
+        axis.set_xlabel("edits in sequence")
         axis.xaxis.set_major_formatter("{x:.0f}")
-    axes[0].set_ylabel("whole answers, %")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
 
 
