@@ -1,6 +1,6 @@
 """ladder: what was published about layers indexed by tokens, side by side at equal tokens, with the
 controls that such claims need. Five seeds, intervals of 95 %, each kind at its best learning rate,
-which a sixth seed has found."""
+which three other seeds have found."""
 
 import statistics
 from bisect import bisect_left
@@ -14,6 +14,7 @@ from lab.edits import row_with_edits
 from lab.experiment import (
     HASH_LAYERS,
     KINDS,
+    SEARCHED_THREE,
     Experiment,
     Flags,
     best_learning_rates,
@@ -109,7 +110,7 @@ def ladder(experiment: Experiment, *own: str) -> None:
         variants = VARIANTS
         kinds = {**KINDS, **dense_of_equal_costs(experiment)}
         wanted = {name: kinds[name] for name in kinds if name not in variants}
-    kinds = best_learning_rates(experiment, wanted)
+    kinds = best_learning_rates(experiment, wanted, SEARCHED_THREE)
     rates = {flags["ffn"]: flags["learning_rate"] for flags in kinds.values()}
     for name, flags in variants.items():
         kinds[name] = {**flags, "learning_rate": rates[flags["ffn"]]}

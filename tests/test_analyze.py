@@ -83,7 +83,8 @@ def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
     kinds = ("dense", "STEM, third", "STEM, all", "mine")
     searched = []
 
-    def search(experiment, wanted):
+    def search(experiment, wanted, seeds):
+        assert len(seeds) == 3 and not {*seeds} & {*experiment.numbers}
         searched.extend(wanted)
         rates = {"mine": 0.01}
         return {name: {**wanted[name], "learning_rate": rates.get(name, 3e-3)} for name in wanted}
@@ -143,7 +144,7 @@ def test_what_an_analysis_refuses(data, tmp_path):
     line = ("lab/analyze.py costs", "--quick", "--data_dir", data, "--out_dir", tmp_path)
     for seeds in ("1,x", "1,01"):
         assert "give different numbers, as 1337" in refused(*line, "--seeds", seeds)
-    assert "5 finds learning rates" in refused(*line, "--seeds", "1,2,3,4,5")
+    assert "find learning rates" in refused(*line, "--seeds", "1,2,3,4,7")
     assert "runs takes folders" in refused("lab/analyze.py costs a.pt")
     for asked, flag in (
         ("ladder", "--plot x.png"),
@@ -412,6 +413,25 @@ def test_the_best_learning_rate_is_not_the_end_of_those_tried(experiment, monkey
     assert abs(math.log2(found["learning_rate"] / lowest)) <= 0.5
     assert min(asked) < found["learning_rate"] < max(asked)
     assert len(set(asked)) == len(asked)
+
+
+def test_several_seeds_find_the_rate_of_the_lowest_mean(experiment, monkeypatch):
+    losses = {  # by rate and seed: the first alone would take the middle rate
+        (0.003, 5): 2.0, (0.003, 6): 2.0, (0.003, 7): 2.0,
+        (0.006, 5): 1.0, (0.006, 6): 3.0, (0.006, 7): 3.0,
+        (0.012, 5): 4.0, (0.012, 6): 4.0, (0.012, 7): 4.0,
+        (0.0015, 5): 5.0, (0.0015, 6): 5.0, (0.0015, 7): 5.0,
+    }  # fmt: skip
+
+    def train(kinds, seeds):
+        rates = {name: flags["learning_rate"] for name, flags in kinds.items()}
+        return {name: [(rate, seed) for seed in seeds] for name, rate in rates.items()}
+
+    monkeypatch.setattr(experiment, "train", train)
+    monkeypatch.setattr(shared, "final_loss", losses.get)
+    kinds = {"one": {"ffn": "dense"}}
+    for seeds, rate in ((5,), 0.006), ((5, 6, 7), 0.003):
+        assert best_learning_rates(experiment, kinds, seeds)["one"]["learning_rate"] == rate
 
 
 def test_verdicts_are_those_of_students_t():
