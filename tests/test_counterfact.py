@@ -445,8 +445,8 @@ def test_a_quick_trial_edits_models_of_the_seeds_that_are_given(tmp_path, monkey
     monkeypatch.setattr(Experiment, "train", train)
     monkeypatch.setattr(Experiment, "need_countries", lambda _: None)
     folders = {"out_dir": tmp_path, "data_dir": tmp_path / "mine"}
-    for seeds in (None, "6,7"):
+    for seeds in (None, "8,9"):
         experiment = Experiment(**folders, device="cpu", quick=True, seeds=seeds)
         with pytest.raises(InterruptedError):
             counterfact.counterfact(experiment)
-    assert asked == [[counterfact.COUNTED[0]], [6, 7]]
+    assert asked == [[counterfact.COUNTED[0]], [8, 9]]
