@@ -492,18 +492,17 @@ def picture(groups: Groups) -> plt.Figure:
     figure, axes = plt.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True)
     colors = {}
     for row, model in zip(axes, MODELS, strict=True):
-        names = [name for name in METHODS if METHODS[name].model == model]
-        for axis, score in zip(row, panels, strict=True):
-            for name in names:
-                method = name.partition(", ")[0]
-                color = colors.setdefault(method, f"C{len(colors)}")
-                points = [n for other, n, size in groups if other == name and size == 1]
-                means = []
-                for n in points:
-                    seeds = map(figures, groups[name, n, 1])
-                    means.append(100 * fmean(found[score] for found in seeds))
-                line = "o:" if name.endswith("held") else "o-"
-                label = name.replace(f", {model}", "")
+        for name in METHODS:
+            if METHODS[name].model != model:
+                continue
+            method = name.partition(", ")[0]
+            color = colors.setdefault(method, f"C{len(colors)}")
+            line = "o:" if name.endswith("held") else "o-"
+            label = name.replace(f", {model}", "")
+            points = [n for other, n, size in groups if other == name and size == 1]
+            found = [list(map(figures, groups[name, n, 1])) for n in points]  # of each seed
+            for axis, score in zip(row, panels, strict=True):
+                means = [100 * fmean(of_seed[score] for of_seed in seeds) for seeds in found]
                 axis.plot(points, means, line, color=color, ms=3, label=label)
         row[0].set(ylabel=f"{model}: whole answers, %", ylim=(-2, 102), xscale="log")
         row[2].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
