@@ -103,8 +103,11 @@ class Experiment:
         self.numbers = [int(number) for number in numbers if number.isdecimal()]
         if len(set(self.numbers)) < len(numbers):  # a run counts once
             raise UserError(f"--seeds {self.seeds}: give different numbers, as 1337,1,2")
-        if {*SEARCHED_THREE} & {*self.numbers}:
-            raise UserError(f"--seeds {self.seeds}: 5, 6 and 7 find learning rates, give others")
+        searching = {*SEARCHED_THREE} & {*self.numbers}
+        if searching:
+            raise UserError(
+                f"--seeds {self.seeds}: {min(searching)} finds learning rates, give others"
+            )
         self.on = pick_device(self.device)
         if self.jobs is None:
             self.jobs = (os.cpu_count() or 1) if self.on.type == "cpu" else 1

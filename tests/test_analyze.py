@@ -144,7 +144,7 @@ def test_what_an_analysis_refuses(data, tmp_path):
     line = ("lab/analyze.py costs", "--quick", "--data_dir", data, "--out_dir", tmp_path)
     for seeds in ("1,x", "1,01"):
         assert "give different numbers, as 1337" in refused(*line, "--seeds", seeds)
-    assert "find learning rates" in refused(*line, "--seeds", "1,2,3,4,7")
+    assert "7 finds learning rates" in refused(*line, "--seeds", "1,2,3,4,7")
     assert "runs takes folders" in refused("lab/analyze.py costs a.pt")
     for asked, flag in (
         ("ladder", "--plot x.png"),
