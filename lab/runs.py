@@ -2,6 +2,7 @@
 picture of their validation losses."""
 
 import json
+import math
 from collections import Counter
 from dataclasses import fields
 from pathlib import Path
@@ -104,10 +105,24 @@ def row(name: str, group: list[Run]) -> dict[str, str]:
         "val loss": interval(".3f", [record["val_loss"] for record in last]),
         "per byte": interval(".3f", [record.get("val_loss_per_byte") for record in last]),
         "recalled": interval(".1%", recalls),
+        "95 % recalled at step": learned_at(group),
         "spikes in 1,000 steps": interval(".1f", [spike_rate(run) for run in group]),
         "parameters": f"{sizes['total'] / 1e6:.2f} M",
         "active": f"{sizes['active'] / 1e6:.2f} M",
     }
+
+
+def learned_at(group: list[Run]) -> str:
+    """The steps at which runs first recall 95 % of the few facts that they ask for on their way,
+    from the earliest to the latest; nothing if they do not ask."""
+    steps = []
+    for run in group:
+        shares = {record["step"]: record["recall"] for record in run["eval"] if "recall" in record}
+        if not shares:
+            return ""
+        steps.append(min((step for step in shares if shares[step] >= 0.95), default=math.inf))
+    ends = [f"{step:,}" if step < math.inf else "never" for step in (min(steps), max(steps))]
+    return " to ".join(dict.fromkeys(ends))
 
 
 def draw(groups: dict[str, list[Run]], out: Path) -> None:

@@ -36,6 +36,7 @@ from lab import experiment as shared
 from lab.experiment import Experiment, best_learning_rates, last_eval
 from lab.ladder import verdicts
 from lab.pictures import interval
+from lab.runs import learned_at
 from lab.stability import REACH, spike_rate, spikes
 from text.dataset import read_meta
 from train import resolve_settings as train_settings
@@ -73,6 +74,17 @@ def test_runs_side_by_side_are_a_table_and_a_picture(trained, data, tmp_path):
     assert ask(trained["dense"], "dense").stdout.count("\n| ") == 2
     for wrong in (["nothing"], ["--plot", "x.txt", "."], []):
         ask(*wrong, fails=True)
+
+
+def test_runs_are_told_apart_by_when_they_recall_facts():
+    def run(*shares):
+        return {"eval": [{"step": 700 * n, "recall": share} for n, share in enumerate(shares)]}
+
+    early, late, never = run(0, 0.95, 0.9), run(0, 0.94, 1.0), run(0, math.nan, 0.94)
+    expected = {"700": [early], "700 to 1,400": [late, early], "1,400 to never": [never, late]}
+    expected.update({"never": [never, never], "": [early, {"eval": [{"step": 0}]}]})
+    for shown, group in expected.items():
+        assert learned_at(group) == shown
 
 
 def test_a_kind_of_ones_own_is_laddered_beside_controls_at_rates_found_for_all(
