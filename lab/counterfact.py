@@ -22,8 +22,8 @@ countries nothing is written: their facts and texts show what else is lost.
 
 The protocol is fixed in this file, before any model of the counted seeds is edited: the settings
 that each method tries, the seed on which they are tried, what the best one is (`search`), and the
-seeds that are counted. To change a list is to begin anew, with other seeds. (The lists of all
-methods but rows were widened later, with the same seeds: docs/writing.md.)
+seeds that are counted. To change a list is to begin anew, with other seeds. (The lists of ROME,
+MEMIT and the trained weights were widened later, with the same seeds: docs/writing.md.)
 """
 
 import json
@@ -76,7 +76,7 @@ N_SEARCHED = 30  # edits in sequence that, with the seed SEARCHED, find a method
 SCORES = ("edited", "paraphrases", "neighbors")  # ES, PS, NS, and S, their harmonic mean
 MORE = ("others", "namesakes", "implied", "reversed", "two hops")
 NUMBERS = ("KL", "loss", "entropy", "seconds")  # not shares
-# A dense model of 1,000 steps knows three quarters of the capitals (docs/results.md).
+# After 1,000 steps, a dense model may not know all facts yet (docs/results.md).
 MODELS = {
     "STEM": KINDS["STEM, all"],
     "dense": {"ffn": "dense", "learning_rate": 0.0015, "max_iters": 2000},
