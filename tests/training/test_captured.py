@@ -63,6 +63,22 @@ def test_captured_steps_write_what_ordinary_ones_do(ffn, captures):
         model.step(token, token, cache)
 
 
+def test_what_a_changed_model_does_beside_its_layers_is_decoded_without_a_graph(
+    captures, monkeypatch, capsys
+):
+    forward = Decoder.forward
+    monkeypatch.setattr(
+        Decoder, "forward", lambda self, *args, **more: (-forward(self, *args, **more)[0], None)
+    )
+    model = decoder("stem")
+    prompts = naive.tokens(2, 9)
+    ordinary = model.generate(prompts, 60, temperature=0)
+    model.captured = CapturedSteps()
+    assert torch.equal(model.generate(prompts, 60, temperature=0), ordinary)
+    assert len(captures) == 1
+    assert "captured.py does not repeat what model.py does" in capsys.readouterr().err
+
+
 def test_texts_that_are_decoded_by_turns_have_a_graph_each(captures):
     model = decoder("stem")
     prompts = naive.tokens(2, 1, 5)
