@@ -6,7 +6,7 @@
 `U_l` is layer l's own table, V x d_ff. Replacing `W_u x` by a row removes a third of the FFN's
 weights from the compute path, and since the row depends on nothing but the token id it can be
 fetched before the first layer runs (offload.py). Swapping it for another token's row edits what the
-model knows.
+model knows. (training/dense_to_stem.py fits rows to this formula.)
 """
 
 import torch

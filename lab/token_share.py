@@ -27,7 +27,7 @@ from common import UserError, training_dtype
 from lab.pictures import interval, markdown, plt, save_figure
 from model import Decoder
 from training.checkpoints import load_model
-from training.dense_to_stem import Fit, Stream, cos_sin_and_mask, read_text
+from training.dense_to_stem import Fit, Stream, check_stream, cos_sin_and_mask, read_text
 
 PARTS = ("up", "gate", "whole")
 SIZE = 4  # windows of training text in a forward pass
@@ -78,6 +78,7 @@ def measure(
     """Rows from windows `train` [N, T], judged on others, val and targets [M, T]: the loss as it
     is, the shares that rows explain [n_layer, parts], and the rise of the loss of each window
     [n_layer, parts, M]."""
+    check_stream(model, val[:1])
     config = model.config
     text, other = Stream(model, train, SIZE), Stream(model, val, 1)
     tokens, counts = train.unique(return_counts=True)

@@ -29,7 +29,7 @@ from originals import HUGGING_FACE, named
 import convert
 import prepare
 from common import locked
-from model import Decoder, ModelConfig
+from model import Block, Decoder, ModelConfig
 from text import chat, tokenizer, writer
 from text.huggingface import (
     CL100K_PATTERN,
@@ -43,7 +43,7 @@ from text.huggingface import (
 )
 from training import huggingface
 from training.checkpoints import load_checkpoint, load_model, write_checkpoint
-from training.dense_to_stem import read_text
+from training.dense_to_stem import dense_to_stem, read_text
 
 CONFIG = {
     "model_type": "llama",
@@ -681,6 +681,18 @@ def test_rows_are_the_weighted_means_of_what_they_replace(
     replaced = {f"blocks.{layer}.ffn.up.weight" for layer in layers}
     for name in checkpoint["model"].keys() - replaced:  # the dense model's
         assert torch.equal(checkpoint["model"][name], after[name])
+
+
+def test_a_model_whose_layers_were_changed_is_not_converted_as_if_they_were_not(
+    trained, data, monkeypatch
+):
+    def parallel(self, x, rows, *more):
+        z = self.attn_norm(x)
+        return x + self.attn(z, rows, *more) + self.ffn(z, rows)
+
+    monkeypatch.setattr(Block, "forward", parallel)
+    with pytest.raises(AssertionError, match=r"change Stream as model\.py"):
+        dense_to_stem(trained["dense"] / "ckpt.pt", "1", str(data), 2000, device=CPU)
 
 
 def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):

@@ -76,6 +76,19 @@ class Stream:
             yield ids, block.ffn_norm(kept.to(device)), kept
 
 
+def check_stream(model: Decoder, ids: Tensor) -> None:
+    """AssertionError: through a stream, a dense model computes something else of windows [N, T]
+    than by itself, as it does after model.py was changed."""
+    stream = Stream(model, ids, len(ids))
+    for layer, block in enumerate(model.blocks):
+        for _, z, kept in stream.attend(layer):
+            kept += block.ffn(z, None).to("cpu")
+    expected = model.hidden(ids)
+    off = (model.norm(kept.to(model.device)) - expected).norm() / expected.norm()
+    # Rounding is less.
+    assert off < 0.03, f"change Stream as model.py was changed: it is off by {off:.0%}"
+
+
 def cos_sin_and_mask(
     block: Block, x: Tensor, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -194,6 +207,7 @@ def dense_to_stem(
         if data_dir is None:  # others have trained it
             raise UserError(f"--data_dir: name a text, as {path} does not say what it has read")
         (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
+        check_stream(dense.eval(), ids[:1])
         boundary = encoding.eot_token if checkpoint["args"].get("doc_mask") else None
         fill_tables(model, up, Stream(model.to(device).eval(), ids, batch_size, boundary))
     return model, encoding, {"args": checkpoint["args"], "data": checkpoint["data"]}
