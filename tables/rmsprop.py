@@ -35,7 +35,8 @@ def round_stochastically(rows: Tensor, generator: torch.Generator) -> Tensor:
 
 
 class RowRMSprop:
-    """RMSprop on the rows that the batch read, wherever tables are stored (tables.py).
+    """RMSprop on the rows that the batch read, wherever tables are stored (tables.py): those of
+    layers, and those of an input embedding that is not the head.
 
     Args:
         state: "row": one second moment per row, kept here, on the device that computes; "number":

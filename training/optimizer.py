@@ -26,11 +26,8 @@ def schedule(step: int, settings: Settings) -> float:
         return (step + 1) / warm
     # 2) decay to min_lr
     done = (step - warm) / max(1, steps - warm)
-    if settings.schedule == "cosine":
-        left = 0.5 * (1 + math.cos(math.pi * done))
-    else:
-        left = 1 - done
-    return floor + (1 - floor) * left
+    left = {"cosine": 0.5 * (1 + math.cos(math.pi * done)), "linear": 1 - done}
+    return floor + (1 - floor) * left[settings.schedule]
 
 
 class LossScaler:
@@ -126,6 +123,7 @@ class Optimizer:
             else:
                 other.append(parameter)
         self.params = linear + other
+        # The rate of the first group is that of rows, too (`step`).
         groups = [
             {"params": linear, "weight_decay": settings.weight_decay},
             {"params": other, "weight_decay": 0.0},
@@ -211,7 +209,7 @@ class Optimizer:
         moments = {}
         for n, (name, parameter) in enumerate(owners.items()):
             of_one = saved.get(numbers.get(name))
-            if of_one is None:  # it never had a gradient
+            if of_one is None:  # it had no gradient yet, is new, or was another optimizer's
                 continue
             moments[n] = of_one
             moment = of_one.get("exp_avg", parameter)
@@ -219,7 +217,8 @@ class Optimizer:
                 wrong = f"moments of {name} are {[*moment.shape]}, not {[*parameter.shape]}"
                 raise UserError(f"{wrong}: --resume cannot go on: use --init_from")
         self.adamw.load_state_dict({**self.adamw.state_dict(), "state": moments})
-        rates = state["adamw"].get("rates", [])  # which earlier checkpoints do not have
+        # Rates go on as they were, whatever the code says now. Earlier checkpoints have none.
+        rates = state["adamw"].get("rates", [])
         for group, rate in zip(self.adamw.param_groups, rates, strict=False):
             group["lr"] = rate
         for name, rmsprop in self.rmsprops.items():
