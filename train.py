@@ -129,6 +129,7 @@ class Run:
     n_part: int  # micro-batches in a step, of all ranks together
     step: int = 0
     resumed: int | None = None  # the step that it resumed at: that ckpt.pt is there, maybe edited
+    checked: bool = False  # by `check_logits`, since this process began
     best: tuple[float, int] = (math.inf, 0)  # lowest validation loss, and its step
 
     def save(self) -> None:
@@ -267,10 +268,15 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
         optimizer.load_state_dict(checkpoint["optimizer"])
         run.step = run.resumed = checkpoint["step"]
         run.best = checkpoint["best"]
-        if checkpoint["edits"] and run.step < settings.max_iters:
-            print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
-            run.best = (math.inf, run.step)  # best.pt is of weights before the edits
-        is_best = run.step and run.step == run.best[1] and not checkpoint["edits"]
+        now = digests_of_imported(settings.model.ffn, settings.model.attention)
+        # best.pt is of weights before edits, or its loss of another formula.
+        is_stale = checkpoint["edits"] or {**now, **checkpoint["relatives"]} != now
+        if run.step < settings.max_iters:
+            if checkpoint["edits"]:
+                print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
+            if is_stale:
+                run.best = (math.inf, run.step)
+        is_best = run.step and run.step == run.best[1] and not is_stale
         if is_best and not has_best(run):  # it ended between ckpt.pt and best.pt
             save_best(run)
     objective.begin(data, checkpoint["objective"] if settings.resume else None)
@@ -295,8 +301,10 @@ def fit(run: Run) -> None:
         data=data.metas,
         relatives=digests_of_imported(settings.model.ffn, settings.model.attention),
     )
+    first = run.step
     meter = Meter(log, partial(check_finite, settings, "training"))
-    ids, targets = data.train.batch(run.step, settings.batch_size)  # [B, T], on the CPU
+    # [B, T], on the CPU. Drawn from the step's number alone, else a resumed run reads others.
+    ids, targets = data.train.batch(run.step, settings.batch_size)
     # Without a terminal there is no bar, and a line for each evaluation.
     look = dict(unit="step", disable=None, dynamic_ncols=True)  # as wide as the terminal is then
     bar = tqdm(total=settings.max_iters, initial=run.step, **look)
@@ -338,7 +346,7 @@ def fit(run: Run) -> None:
             norm = run.optimizer.step(fraction=fraction)
             run.step += 1
             # Not after the first step: a weight that begins at zero passes no gradient on.
-            if run.step == max(3, min(10, settings.max_iters)):
+            if run.step - first == max(3, min(10, settings.max_iters - first)):
                 check_trained(model, run.optimizer)
             ranks.add_up(train_loss)
             rate = fraction * settings.learning_rate
@@ -376,15 +384,14 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
     if run.step != run.resumed and (run.step or settings.max_iters == 0):
         if losses["val_loss"] < run.best[0]:
             run.best = (losses["val_loss"], run.step)
-        path = settings.out_dir / "ckpt.pt"
-        is_first = not path.exists()
         run.save()
-        if is_first and ranks.size == 1:
+        if not run.checked and ranks.size == 1:
+            run.checked = True
             ids, _ = data.train.batch(0, 1)
             ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
             with torch.compiler.set_stance("force_eager"):  # shapes are others than in training
                 check_logits(run.model, ids)
-                check_saved(path, run.model, ids)
+                check_saved(settings.out_dir / "ckpt.pt", run.model, ids)
         if run.step == run.best[1]:
             save_best(run)
     return f"step {run.step}: {format_figures({**losses, **meter.latest})}"

@@ -30,6 +30,7 @@ from conftest import (
     command,
     contents,
     cut_in_step,
+    edit_core,
     interrupted,
     losses,
     refused,
@@ -157,6 +158,13 @@ def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys, validated):
     validated(99.0)  # of another model, which is trained on
     resume(stem, max_iters=checkpoint(stem)["step"] + 1)
     assert "edits cannot be undone" in capsys.readouterr().out
+    assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
+
+
+def test_a_loss_of_another_formula_is_not_the_best_of_a_run(stem, tmp_path, monkeypatch, validated):
+    edit_core(monkeypatch, tmp_path, "stem.py")
+    validated(99.0)
+    resume(stem, max_iters=checkpoint(stem)["step"] + 1)
     assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
 
 
@@ -314,6 +322,8 @@ def test_learning_rate_warms_up_and_decays():
     assert [rate[0], rate[9]] == pytest.approx([0.1, 1.0])
     assert rate[55] == pytest.approx(0.1 + 0.9 * 0.5)  # half-way down
     assert rate[99] == pytest.approx(0.1, abs=1e-3)
+    midtrain = Settings(max_iters=100, **STAGES["midtrain"].settings)
+    assert [schedule(step, midtrain) for step in (0, 25, 99)] == pytest.approx([1.0, 0.75, 0.01])
 
 
 # MiniMind's published sizes, and Embformer's "0.1B".

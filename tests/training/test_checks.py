@@ -7,6 +7,7 @@ from conftest import assert_same_run, checkpoint, interrupted, resume, small_run
 
 import train
 from model import Decoder, ModelConfig
+from stem import StemFFN
 from tables.storage import RamStorage
 from tables.tables import StoredTables
 from training import checks, optimizer
@@ -132,6 +133,19 @@ def test_what_learns_nothing_or_is_not_kept_is_said(source, more, said, notes, a
 def test_nothing_is_said_of_what_is_right(source, more, notes, add_relative):
     add_relative("mine", HEAD + source)
     assert not notes(ffn="mine", n_layer=3, **more)
+
+
+def test_a_run_that_resumes_with_other_code_is_checked_again(data, tmp_path, monkeypatch, capsys):
+    folder = small_run(data, tmp_path)
+    forward = StemFFN.forward
+    monkeypatch.setattr(
+        StemFFN, "forward", lambda self, x, rows: forward(self, x + x.mean(1, keepdim=True), rows)
+    )
+    trained = []
+    monkeypatch.setattr(train, "check_trained", lambda *_: trained.append(1))
+    resume(folder, max_iters=16)
+    assert "a layer looks ahead" in capsys.readouterr().out
+    assert len(trained) == 1
 
 
 def test_a_model_of_one_token_is_compared_with_what_is_loaded(notes):
