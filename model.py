@@ -484,7 +484,7 @@ class Decoder(nn.Module):
         widths = [block.row_width for block in self.blocks if block.row_width]
         assert len(set(widths)) < 2, f"layers with a table must read rows of one width: {widths}"
         self.tables = self.make_tables(tables, widths)
-        if self.tables.fresh:
+        if self.tables.fresh:  # last: what is made later begins as PyTorch's modules do
             self.init_weights()
 
     def check_kind(self, config: ModelConfig) -> None:
