@@ -26,6 +26,8 @@ seeds that are counted. To change a list is to begin anew, with other seeds. (Th
 MEMIT and the trained weights were widened later, with the same seeds: docs/writing.md.)
 """
 
+import copy
+import hashlib
 import json
 import math
 import os
@@ -53,11 +55,13 @@ from corpora import countries
 from corpora.countries import NOUNS, RELATIONS, Country
 from corpora.questions import mean, score_answers, with_answers
 from corpora.recall import readers
+from lab import editors
 from lab.editors import Editor, Request, trace
-from lab.experiment import KINDS, SEARCHED, Experiment, last_checkpoint
+from lab.experiment import KINDS, SEARCHED, Experiment, last_checkpoint, say_once
 from lab.pictures import interval, markdown, plt
 from text.dataset import open_tokens, read_meta
 from text.tokenizer import encode
+from training import writing
 from training.checkpoints import load_model
 
 COUNTED = (11, 12, 13)  # seeds
@@ -68,7 +72,7 @@ STAGES = (
     (range(1, 20), 1, (1,)),  # single edits, each in the model as it was
     ((0,), 100, (100, 300, 1000)),
 )
-QUICK = (((0,), 1, (1,)), ((0,), 2, (2,)))
+QUICK = (((0,), 1, (1, 2)), ((0,), 2, (2,)))
 KEPT = 25  # edits, after which a sequence that was stopped can go on
 APART = 28  # countries about which nothing is written
 N_NEIGHBOR = 5
@@ -244,7 +248,6 @@ class Bench:
     def __init__(self, run: Path, data_dir: Path) -> None:
         loaded = load_model(last_checkpoint(run), torch.device("cpu"))
         self.model, self.encoding, checkpoint = loaded
-        self.fresh = {name: weight.clone() for name, weight in self.model.state_dict().items()}
         self.records, self.apart = records(checkpoint["args"]["seed"])
         meta = read_meta(data_dir)
         size = self.model.config.block_size
@@ -341,6 +344,13 @@ open_bench = cache(Bench)  # once in a process
 Groups = dict[tuple[str, int, int], list[list[dict]]]
 
 
+@cache
+def digest() -> str:
+    """Of the code that edits and asks."""
+    files = (__file__, editors.__file__, writing.__file__)
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()
+
+
 class Trial(NamedTuple):
     """A method at a setting, in the model of a seed."""
 
@@ -356,7 +366,7 @@ class Trial(NamedTuple):
     @property
     def path(self) -> Path:
         """The file of its figures, a line of JSON each."""
-        how = f"record {self.first}" if self.first else f"by {self.size}"
+        how = f"by {self.size}" + (f" from {self.first}" if self.first else "")
         shown = ",".join([how, *(f"{key}={value}" for key, value in self.setting.items())])
         return self.figures / self.run.name / self.name / f"{shown}.jsonl"
 
@@ -368,15 +378,24 @@ class Trial(NamedTuple):
 
     def measure(self) -> None:
         """Write facts, and ask all of them at the points. The weights are kept beside the figures,
-        to go on with."""
+        to go on with, and nothing else that a method may have changed."""
         torch.set_num_threads(1)
-        bench = open_bench(self.run, self.data_dir)
-        records = bench.records[self.first :][: max(self.points)]
-        requests = list(map(bench.request, records))
         rows = self.rows()
+        missing = {*self.points} - {*rows}
+        if not missing:
+            return
+        assert not any(n % self.size for n in self.points), f"{self.points} by {self.size}"
+        bench = copy.deepcopy(open_bench(self.run, self.data_dir))
+        records = bench.records[self.first :][: max(self.points)]
+        assert len(records) == max(self.points), f"{len(records)} records, not {self.points}"
+        requests = list(map(bench.request, records))
         kept = self.path.with_suffix(".pt")
-        n, weights = torch.load(kept) if kept.exists() else (0, bench.fresh)
-        bench.model.load_state_dict(weights)
+        n = 0
+        if kept.exists():
+            done, weights = torch.load(kept)
+            if done < min(missing):  # else a point was added
+                n = done
+                bench.model.load_state_dict(weights)
         while n < max(self.points):
             bench.editor.written = requests[:n]
             started = time.process_time()
@@ -385,7 +404,8 @@ class Trial(NamedTuple):
             seconds = time.process_time() - started
             n += self.size
             if n in self.points:
-                rows[n] = {"edits": n, "seconds": seconds, **bench.ask(records[:n])}
+                figures = bench.ask(records[:n])
+                rows[n] = {"edits": n, "seconds": seconds, "code": digest(), **figures}
                 with atomic(self.path) as temporary:
                     temporary.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
             if n % KEPT == 0:
@@ -459,6 +479,9 @@ def grouped(trials: list[Trial]) -> Groups:
     groups = {}
     for trial in trials:
         rows = trial.rows()
+        if any(row.get("code", digest()) != digest() for row in rows.values()):
+            code = "lab/counterfact.py, lab/editors.py or training/writing.py"
+            say_once(f"{code} changed since figures were kept in {trial.figures}: delete old ones")
         for n in trial.points:
             models = groups.setdefault((trial.name, n, trial.size), {})
             models.setdefault(trial.run, []).append(rows[n])
@@ -489,7 +512,8 @@ def picture(groups: Groups) -> plt.Figure:
         "others": "other facts of the names",
         "other countries": "other countries",
     }
-    figure, axes = plt.subplots(2, 3, figsize=(10, 6), sharex=True, sharey=True)
+    size = (10, 3 * len(MODELS))
+    figure, axes = plt.subplots(len(MODELS), 3, figsize=size, sharex=True, sharey=True)
     colors = {}
     for row, model in zip(axes, MODELS, strict=True):
         for name in METHODS:
@@ -499,7 +523,8 @@ def picture(groups: Groups) -> plt.Figure:
             color = colors.setdefault(method, f"C{len(colors)}")
             line = "o:" if name.endswith("held") else "o-"
             label = name.replace(f", {model}", "")
-            points = [n for other, n, size in groups if other == name and size == 1]
+            # Single edits are no sequences.
+            points = [n for other, n, size in groups if other == name and size == 1 < n]
             found = [list(map(figures, groups[name, n, 1])) for n in points]  # of each seed
             for axis, score in zip(row, panels, strict=True):
                 means = [100 * fmean(of_seed[score] for of_seed in seeds) for seeds in found]
@@ -508,7 +533,7 @@ def picture(groups: Groups) -> plt.Figure:
         row[2].legend(loc="center left", bbox_to_anchor=(1.02, 0.5), fontsize=8)
     for axis, title in zip(axes[0], panels.values(), strict=True):
         axis.set_title(title)
-    for axis in axes[1]:
+    for axis in axes[-1]:
         axis.set_xlabel("edits in sequence")
         axis.xaxis.set_major_formatter("{x:.0f}")
     return figure

@@ -171,7 +171,8 @@ def trace(model: Decoder, prompts: Tensor, positions: Tensor, answers: Tensor) -
 
 class Editor:
     """What the methods take of a model as it was before all edits, and the methods, which change
-    its weights in place."""
+    its weights in place. Of a sequence that stops and goes on, nothing else is kept: no hook, no
+    codebook."""
 
     def __init__(self, model: Decoder, eot: int, corpus: Tensor, layers: list[int]) -> None:
         """corpus: windows of text [N, T], from which the second moments of keys are; layers: the

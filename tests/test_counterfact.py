@@ -33,6 +33,7 @@ from lab.editors import (
 )
 from lab.experiment import Experiment
 from model import Decoder, ModelConfig
+from tables.extra import rows_of, with_rows
 from text import bpe
 from text.tokenizer import encode
 from text.writer import write_dataset
@@ -393,6 +394,50 @@ def test_a_sequence_goes_on_where_it_stopped(bench, tmp_path, monkeypatch):
         assert without_time(twice.rows()) == without_time(once.rows())
         assert [len(row["records"]) for row in once.rows().values()] == list(points)
         assert once.rows()[points[1]]["KL"] > 0
+
+
+def test_a_trial_leaves_nothing_to_the_next(bench, tmp_path, monkeypatch):
+    """No weight, but no hook, table or attribute, either, that a method of one's own puts there."""
+
+    def edit(editor, requests):
+        model = editor.model
+        model.wte.weight[0].zero_()
+        model.blocks[0].ffn.down.register_forward_hook(lambda _, given, out: 0 * out)
+        model.tables = with_rows(model.tables, {5: 1 + rows_of(model.tables, [5])[0]})
+        editor.mine = requests
+
+    monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
+    monkeypatch.setitem(counterfact.METHODS, "mine", counterfact.Method("STEM", edit, [{}]))
+    trial = Trial(*[tmp_path] * 3, "mine", {}, (2,))
+    trial.measure()
+    assert trial.rows()[2]["KL"] > 0
+    assert torch.equal(bench.log_p(), bench.before) and not hasattr(bench.editor, "mine")
+
+
+def test_a_point_that_is_added_is_measured_and_old_code_is_named(
+    bench, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(counterfact, "open_bench", lambda *_: bench)
+    monkeypatch.setattr(counterfact, "KEPT", 1)
+    made = [
+        Trial(*[tmp_path / name] * 3, "swapped rows", {"how": "copy"}, points)
+        for name, points in (("once", (1, 2)), ("added", (2,)))
+    ]
+    made[1].measure()
+    made[1] = made[1]._replace(points=(1, 2))
+    for trial in made:
+        trial.measure()
+    once, added = (without_time(trial.rows()) for trial in made)
+    assert once == added
+    begun = [made[0]._replace(size=size, first=first) for size in (1, 2) for first in (0, 5)]
+    assert len({trial.path for trial in begun}) == 4
+    with pytest.raises(AssertionError, match="records, not"):
+        made[0]._replace(points=(9999,)).measure()
+    counterfact.grouped(made)
+    assert not capsys.readouterr().err
+    monkeypatch.setattr(counterfact, "digest", lambda: "of other code")
+    counterfact.grouped(made[:1])
+    assert "changed since figures were kept" in capsys.readouterr().err
 
 
 class Noted(Trial):
