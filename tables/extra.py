@@ -17,13 +17,16 @@ class ExtraRows(Tables):
     can_be_saved = False
 
     def __init__(self, tables: Tables, rows: Tensor, ids: Sequence[int] = ()) -> None:
-        """rows: [n, n_table, W], one for each of the ids."""
+        """rows: [n, n_table, W], one for each of the ids. AssertionError: of another shape."""
+        shape = [len(rows), len(tables.weight), tables.width]
+        assert [*rows.shape] == shape, f"rows are {[*rows.shape]}, not {shape}"
         super().__init__(tables.n_row if ids else tables.n_row + len(rows), tables.width)
         self.tables = tables
         self.weight = tables.weight
         self.extra = nn.Parameter(rows.float(), requires_grad=False)
         self.which = torch.full((self.n_row,), -1)  # which extra row an id reads; -1: none
         self.ids = list(ids or range(tables.n_row, self.n_row))
+        self.check_range(torch.tensor(self.ids))
         self.which[self.ids] = torch.arange(len(self.ids))
 
     def lookup(self, ids: Tensor) -> Iterator[Tensor]:

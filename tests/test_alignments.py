@@ -44,6 +44,7 @@ def test_a_name_is_found_with_and_without_a_space():
     encoding = bpe.train(texts, 400)
     ids = encoding.encode_ordinary("Chad and Chad")
     spaced, bare = spellings(encoding, "New Zealand")
+    assert spellings(encoding, " New Zealand") == [spaced, bare]
     found = edited_ids(encoding, ids, "Chad", spellings(encoding, "New Zealand"))
     assert found == [bare[-1], *ids[1:-1], spaced[-1]]
     found = edited_ids(encoding, ids, "Chad", [[900], [901]], "average")

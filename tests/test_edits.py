@@ -357,6 +357,10 @@ def test_ids_out_of_range_read_no_extra_rows():
     for bad in (-1, 9):
         with pytest.raises(IndexError, match="there are 9 rows"):
             list(tables.lookup(torch.tensor([[bad]])))
+        with pytest.raises(IndexError, match="there are 9 rows"):
+            with_rows(tables.tables, {bad: torch.ones(1, 2)})
+    with pytest.raises(AssertionError, match="rows are"):  # of one layer
+        with_rows(tables.tables, {8: torch.ones(2)})
 
 
 def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding, monkeypatch):
@@ -370,8 +374,16 @@ def test_a_fact_is_written_from_python_as_the_command_writes_it(encoding, monkey
         written.append(train_rows(model, prompt, name, answer, [prompt]))
         assert model.tables is tables
     assert_same(*written)
-    with pytest.raises(AssertionError, match="with a space"):
-        train_rows(model, prompt, encoding.encode_ordinary("Spain"), answer, [prompt])
+    fact = model, prompt, name, answer, [prompt]
+    for place, wrong, said in (
+        (2, encoding.encode_ordinary("Spain"), "with a space"),
+        (2, name[::-1] + name, "with a space"),
+        (2, [], "one at least"),
+        (3, [], "one at least"),
+        (4, [prompt[: -len(name)]], "begins texts about it"),  # of which nothing would be held
+    ):
+        with pytest.raises(AssertionError, match=said):
+            train_rows(*fact[:place], wrong, *fact[place + 1 :])
     monkeypatch.setattr(writing, "STEPS", "none")  # which is an error there
     with pytest.raises(TypeError):
         train_rows(model, prompt, name, answer, [prompt])

@@ -327,7 +327,7 @@ def edited_ids(
 def spellings(encoding: tiktoken.Encoding, name: str) -> list[list[int]]:
     """The tokens of a name with and without a space before it. A space that is a token of its own,
     as before a Chinese name, does not belong to the name: all other words read its rows, too."""
-    spaced, bare = with_and_without_space(encoding, name)
+    spaced, bare = with_and_without_space(encoding, name.strip(" "))
     return [bare if encoding.decode_bytes(spaced[:1]) == b" " else spaced, bare]
 
 
@@ -446,5 +446,5 @@ def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Locate
         return LAST
     return (
         "words that it never wrote as an answer are beyond a name's rows; others may be learned "
-        "with another --prompt or --write"
+        "with another --prompt (that of an earlier fact which it corrects) or --write"
     )

@@ -65,7 +65,11 @@ def train_rows(
     Returns:
         The new rows of the name's tokens, [n_table, W] each.
     """
-    assert {*name} <= {*prompt}, f"prompt {prompt} has no {name}: with a space, names are other ids"
+    assert name and answer, "name and answer are token ids, one at least"
+    assert find(name, prompt) >= 0, f"no {name} in {prompt}: with a space, names are other ids"
+    for begun in beginnings:  # else nothing about the name is held
+        about = [spelled for spelled in (name, *spellings) if find(spelled, begun) >= 0]
+        assert about, f"no {name} in {begun}, which begins texts about it"
     model.eval().requires_grad_(False)
     own = own_tokens(model, prompt[0], name)
     texts = texts_about(model, beginnings, stop)
@@ -88,6 +92,12 @@ def train_rows(
     corrected = [asked for asked, said in facts if (asked, said) not in taught]
     earlier[:] = [fact for fact in earlier if fact[0] not in corrected]
     return dict(zip(own, extra.extra.detach(), strict=True))
+
+
+def find(name: list[int], text: list[int]) -> int:
+    """Where a name begins in a text; -1: nowhere."""
+    n = len(name)
+    return next((i for i in range(len(text)) if text[i : i + n] == name), -1)
 
 
 def own_tokens(model: Decoder, start: int, name: list[int]) -> list[int]:
@@ -120,8 +130,8 @@ def texts_about_namesakes(
     and Peter Hansen with Anna Hansen: [N, T] token ids, after what stands before the name in the
     prompt; None if the model knows no such names."""
     n = len(name)
-    start = next((i for i in range(len(prompt)) if prompt[i : i + n] == name), 0)
-    if n == 1 or not start:
+    start = find(name, prompt)
+    if n == 1 or start < 1:
         return None
     # The model writes other names there. A token that is likely to begin or continue one is shared.
     names = model.generate(torch.tensor([prompt[:start]] * N_NAME), n - 1, seed=0)
