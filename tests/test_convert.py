@@ -7,7 +7,7 @@ import random
 import re
 import shutil
 import zipfile
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 
 import pytest
 import torch
@@ -600,6 +600,23 @@ def test_attention_of_one_kind_in_16_bits_is_exported_however_it_is_named(traine
     ):
         with user_error(said):
             convert.write_folder(tmp_path / "llama", refused_model, words)
+
+
+def test_a_setting_that_a_llama_does_not_have_is_not_lost_in_an_export(
+    trained, tmp_path, monkeypatch
+):
+    @dataclass
+    class Capped(ModelConfig):
+        logit_cap: float = 0.0
+
+    monkeypatch.setattr(huggingface, "ModelConfig", Capped)
+    model, encoding, _ = load_model(trained["dense"], CPU)
+    shape = {**asdict(model.config), "dropout": 0.1}
+    with user_error("no Llama or Qwen has --logit_cap 5"):
+        capped = Decoder(Capped(**shape, logit_cap=5.0))
+        convert.write_folder(tmp_path / "capped", capped, encoding)
+    assert not (tmp_path / "capped").exists()
+    convert.write_folder(tmp_path / "plain", Decoder(Capped(**shape)), encoding)
 
 
 def test_what_was_exported_comes_back(exported):

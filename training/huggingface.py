@@ -77,6 +77,9 @@ OF_TYPES = dict(
     rope_theta=float | None,
 )
 AGAIN = "correct it, or download it again"
+# What changes no logits of a dense model, or is compared by itself.
+NO_LOGITS = {"attention", "attention_kinds", "dropout", "init_std", "table_std"}
+NO_LOGITS |= {"stem_layers", "embformer_act"}
 LLAMA3_ROPE = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 # The weights of a layer there and here.
 NAMES = {
@@ -387,7 +390,12 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
         unfinished.mkdir()
         write_tokenizer(unfinished, encoding, config.block_size)
         write_safetensors(unfinished / "model.safetensors", weights)
-        (unfinished / "config.json").write_text(json.dumps(record))
+        path = unfinished / "config.json"
+        path.write_text(json.dumps(record))
+        theirs = their_config(path, read_config(path), weights)
+        for name in sorted(set(vars(theirs)) - NO_LOGITS):
+            if getattr(theirs, name) != getattr(config, name):
+                raise UserError(f"--export: no Llama or Qwen has --{name} {getattr(config, name)}")
         (unfinished / "generation_config.json").write_text(json.dumps(generation))
 
 
