@@ -232,3 +232,15 @@ def test_a_rank_does_not_ask_for_the_folder_that_rank_0_may_have_deleted(
     settings = train.resolve_settings(**SHAPE, data_dir=str(data), out_dir=tmp_path / "gone")
     monkeypatch.setattr(ranks, "rank", 1)
     train.check_start(settings, None, None)
+
+
+def test_a_state_of_columns_is_divided_whatever_optimizer_has_it(monkeypatch):
+    """That of a row has one number, which all ranks have."""
+    monkeypatch.setattr(ranks, "size", 2)
+    monkeypatch.setattr(ranks.sharded, "my_columns", lambda tensor: tensor[:, 1:])
+    states = {"tables": {"state": [torch.ones(9, 4)]}, "wte": {"state": [torch.ones(9, 1)]}}
+    whole = states["tables"]["state"]
+    checkpoint = {"model": {}, "optimizer": {"rows": states}, "args": {}}
+    ranks.change_columns(checkpoint, ["wte", "tables"], whole=False)
+    assert states["tables"]["state"][0].shape == (9, 3) and whole[0].shape == (9, 4)
+    assert states["wte"]["state"][0].shape == (9, 1)

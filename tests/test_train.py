@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -43,7 +43,7 @@ from originals import gradients
 from torch.testing import assert_close
 
 import train
-from common import UserError
+from common import UserError, flag
 from model import Decoder, ModelConfig
 from text import bpe
 from text.dataset import read_meta
@@ -324,6 +324,16 @@ def test_learning_rate_warms_up_and_decays():
     assert rate[99] == pytest.approx(0.1, abs=1e-3)
     midtrain = Settings(max_iters=100, **STAGES["midtrain"].settings)
     assert [schedule(step, midtrain) for step in (0, 25, 99)] == pytest.approx([1.0, 0.75, 0.01])
+
+
+def test_a_path_is_a_path_again_when_a_run_resumes():
+    @dataclass
+    class Mine(Settings):
+        teacher: Path | None = flag(None, "a checkpoint")
+
+    flat = Mine(teacher=Path("a/b.pt")).flat()
+    assert isinstance(flat["teacher"], str)
+    assert Mine.from_flat(flat).teacher == Path("a/b.pt")
 
 
 # MiniMind's published sizes, and Embformer's "0.1B".

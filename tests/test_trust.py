@@ -279,6 +279,8 @@ def test_tables_on_disk_that_others_replace_are_saved(data, tmp_path):
     assert_same(saved["model"], before)
     found = load_checkpoint(out / "ckpt.pt", verify=True)
     assert_same(found["model"], halves)
+    with pytest.raises(AssertionError, match="offload='disc' is not"):
+        load_model(out / "ckpt.pt", torch.device("cpu"), offload="disc")
     model, encoding, _ = load_model(out / "ckpt.pt", torch.device("cpu"), offload="disk")
     model.tables.weight[0] = 3 * halves["tables.weight.0"]
     save_checkpoint(out / "mine.pt", model, encoding, args=found["args"])

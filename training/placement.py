@@ -42,6 +42,7 @@ def make_tables(
             run that resumes, and only tells how much room is needed. Else it is read in place.
         fresh: whether rows are yet to be drawn, not loaded.
     """
+    assert offload in ("none", "cpu", "disk"), f"offload={offload!r} is not none, cpu or disk"
     training = live is not None
     far = offload != "none" and device.type in STREAM_DEVICES
     on_disk = offload == "disk" and (training or saved is not None)
@@ -80,7 +81,7 @@ def make_tables(
 def check_own(model: Decoder, settings: Settings, device: torch.device) -> None:
     """UserError: settings ask for what tables of a relative's own kind do not do."""
     dtype = DTYPES[settings.table_dtype]
-    far = settings.offload == "disk"
+    far = settings.offload != "none"
     if settings.offload == "cpu":  # without a GPU, RAM is where they are
         far = device.type in STREAM_DEVICES
     for name, tables in model.all_tables.items():

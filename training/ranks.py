@@ -114,6 +114,10 @@ def change_columns(checkpoint: dict, names: list[str], whole: bool) -> None:
         for key in checkpoint["model"]:
             if key.startswith(f"{name}.weight."):
                 checkpoint["model"][key] = changed(checkpoint["model"][key])
-        # Else one moment a row, which all ranks have.
-        if name in rows and checkpoint["args"].get("table_state") == "number":
-            rows[name]["state"] = [changed(tensor) for tensor in rows[name]["state"]]
+        if name in rows:
+            by_number = checkpoint["args"].get("table_state") == "number"
+            rows[name]["state"] = [
+                # Else one moment a row, which all ranks have.
+                changed(tensor) if by_number or tensor.shape[1] > 1 else tensor
+                for tensor in rows[name]["state"]
+            ]

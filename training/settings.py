@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from common import (
     Parser,
@@ -200,8 +200,11 @@ class Settings:
             self.table_state = "number" if self.model.embedding_only else "row"
         check_ranges(self)
         check_ranges(self.model)  # again, as a relative may have changed it
-        self.out_dir = Path(self.out_dir)
         self.data_dir = str(self.data_dir)
+        for name, kind in get_type_hints(type(self)).items():
+            value = getattr(self, name)
+            if isinstance(value, str) and (kind is Path or Path in get_args(kind)):
+                setattr(self, name, Path(value))  # as of a flag: checkpoints hold text
         if self.batch_size % self.device_batch_size:
             raise UserError(
                 f"--device_batch_size {self.device_batch_size} must divide "
