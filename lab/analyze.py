@@ -20,8 +20,8 @@ tables; some draw a picture, too. What came out, claim by claim, is in docs/clai
 
 The runs of train.py that a question needs are trained once, into --out_dir, and shared by all
 questions: run the command again to go on where it stopped. A kind whose file in relatives/ has
-changed is trained anew; after any other change of the code, --fresh trains all anew. One analysis
-at a time works in a folder.
+changed is trained anew, and all kinds after a setting was added to train.py; after any other change
+of the code, --fresh trains all anew. One analysis at a time works in a folder.
 """
 
 import signal
