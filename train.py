@@ -274,6 +274,8 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
         if run.step < settings.max_iters:
             if checkpoint["edits"]:
                 print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
+            elif is_stale:
+                print("note: best.pt will be the best from here on, as files changed")
             if is_stale:
                 run.best = (math.inf, run.step)
         is_best = run.step and run.step == run.best[1] and not is_stale
@@ -301,9 +303,8 @@ def fit(run: Run) -> None:
         data=data.metas,
         relatives=digests_of_imported(settings.model.ffn, settings.model.attention),
     )
-    first = run.step
     meter = Meter(log, partial(check_finite, settings, "training"))
-    # [B, T], on the CPU. Drawn from the step's number alone, else a resumed run reads others.
+    # [B, T], on the CPU. Drawn from the step's number alone, else a resumed run would read others.
     ids, targets = data.train.batch(run.step, settings.batch_size)
     # Without a terminal there is no bar, and a line for each evaluation.
     look = dict(unit="step", disable=None, dynamic_ncols=True)  # as wide as the terminal is then
@@ -346,7 +347,7 @@ def fit(run: Run) -> None:
             norm = run.optimizer.step(fraction=fraction)
             run.step += 1
             # Not after the first step: a weight that begins at zero passes no gradient on.
-            if run.step - first == max(3, min(10, settings.max_iters - first)):
+            if run.step == max(3, min(10, settings.max_iters)):
                 check_trained(model, run.optimizer)
             ranks.add_up(train_loss)
             rate = fraction * settings.learning_rate

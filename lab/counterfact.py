@@ -373,7 +373,12 @@ class Trial(NamedTuple):
     def rows(self) -> dict[int, dict]:
         """The figures so far, by the number of edits."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        rows = map(json.loads, lines)
+        rows = list(map(json.loads, lines))
+        if {row.get("code") for row in rows} - {digest()}:
+            say_once(
+                "lab/counterfact.py, lab/editors.py or training/writing.py has changed since some "
+                f"figures in {self.figures} were begun: delete those that may be others now"
+            )
         return {row["edits"]: row for row in rows}
 
     def measure(self) -> None:
@@ -390,13 +395,13 @@ class Trial(NamedTuple):
         assert len(records) == max(self.points), f"{len(records)} records, not {self.points}"
         requests = list(map(bench.request, records))
         kept = self.path.with_suffix(".pt")
-        n = 0
+        n, code = 0, digest()
         if kept.exists():
-            done, weights = torch.load(kept)
+            done, weights, *begun = torch.load(kept)
             if done < min(missing):  # else a point was added
-                n = done
+                n, code = done, (begun or [None])[0]  # which earlier files do not have
                 bench.model.load_state_dict(weights)
-        while n < max(self.points):
+        while n < max(missing):
             bench.editor.written = requests[:n]
             started = time.process_time()
             some = requests[n : n + self.size]
@@ -405,12 +410,12 @@ class Trial(NamedTuple):
             n += self.size
             if n in self.points:
                 figures = bench.ask(records[:n])
-                rows[n] = {"edits": n, "seconds": seconds, "code": digest(), **figures}
+                rows[n] = {"edits": n, "seconds": seconds, "code": code, **figures}
                 with atomic(self.path) as temporary:
                     temporary.write_text("".join(f"{json.dumps(row)}\n" for row in rows.values()))
             if n % KEPT == 0:
                 with atomic(kept) as temporary:
-                    torch.save((n, bench.model.state_dict()), temporary)
+                    torch.save((n, bench.model.state_dict(), code), temporary)
 
 
 def end_with_parent() -> None:
@@ -479,9 +484,6 @@ def grouped(trials: list[Trial]) -> Groups:
     groups = {}
     for trial in trials:
         rows = trial.rows()
-        if any(row.get("code", digest()) != digest() for row in rows.values()):
-            code = "lab/counterfact.py, lab/editors.py or training/writing.py"
-            say_once(f"{code} changed since figures were kept in {trial.figures}: delete old ones")
         for n in trial.points:
             models = groups.setdefault((trial.name, n, trial.size), {})
             models.setdefault(trial.run, []).append(rows[n])
@@ -513,7 +515,8 @@ def picture(groups: Groups) -> plt.Figure:
         "other countries": "other countries",
     }
     size = (10, 3 * len(MODELS))
-    figure, axes = plt.subplots(len(MODELS), 3, figsize=size, sharex=True, sharey=True)
+    shared = dict(sharex=True, sharey=True, squeeze=False)
+    figure, axes = plt.subplots(len(MODELS), 3, figsize=size, **shared)
     colors = {}
     for row, model in zip(axes, MODELS, strict=True):
         for name in METHODS:

@@ -42,6 +42,7 @@ def token_share(
     dtype = training_dtype("auto", device)
     for path, (above, below) in zip(paths, axes.T, strict=True):
         model, encoding, _ = load_model(path, device)
+        model.float()  # as the stream
         if model.config.ffn != "dense":
             raise UserError(f"{path} is of --ffn {model.config.ffn}: token_share asks dense models")
         (train, _), (val, targets) = read_text(path, model, encoding, data_dir, n_token, block_size)

@@ -42,7 +42,7 @@ from text.huggingface import (
     write_tokenizer,
 )
 from training import huggingface
-from training.checkpoints import load_checkpoint, load_model, write_checkpoint
+from training.checkpoints import load_checkpoint, load_model, save_checkpoint, write_checkpoint
 from training.dense_to_stem import dense_to_stem, read_text
 
 CONFIG = {
@@ -698,6 +698,13 @@ def test_rows_are_the_weighted_means_of_what_they_replace(
     replaced = {f"blocks.{layer}.ffn.up.weight" for layer in layers}
     for name in checkpoint["model"].keys() - replaced:  # the dense model's
         assert torch.equal(checkpoint["model"][name], after[name])
+
+
+def test_a_dense_model_in_16_bits_is_converted(trained, data, tmp_path):
+    model, encoding, checkpoint = load_model(trained["dense"], CPU)
+    save_checkpoint(tmp_path / "16.pt", model.bfloat16(), encoding, args=checkpoint["args"])
+    made, _, _ = dense_to_stem(tmp_path / "16.pt", "1", str(data), 2000, device=CPU)
+    assert made.tables.weight[0].any()
 
 
 def test_a_model_whose_layers_were_changed_is_not_converted_as_if_they_were_not(

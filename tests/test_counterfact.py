@@ -437,7 +437,10 @@ def test_a_point_that_is_added_is_measured_and_old_code_is_named(
     assert not capsys.readouterr().err
     monkeypatch.setattr(counterfact, "digest", lambda: "of other code")
     counterfact.grouped(made[:1])
-    assert "changed since figures were kept" in capsys.readouterr().err
+    assert "has changed since some figures" in capsys.readouterr().err
+    trial = made[0]._replace(points=(1, 2, 3))
+    trial.measure()  # goes on with what other code began
+    assert trial.rows()[3]["code"] == trial.rows()[1]["code"] != counterfact.digest()
 
 
 class Noted(Trial):

@@ -161,10 +161,13 @@ def test_edits_do_not_get_into_the_best_model_of_a_run(stem, capsys, validated):
     assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
 
 
-def test_a_loss_of_another_formula_is_not_the_best_of_a_run(stem, tmp_path, monkeypatch, validated):
+def test_a_loss_of_another_formula_is_not_the_best_of_a_run(
+    stem, tmp_path, monkeypatch, validated, capsys
+):
     edit_core(monkeypatch, tmp_path, "stem.py")
     validated(99.0)
     resume(stem, max_iters=checkpoint(stem)["step"] + 1)
+    assert "best from here on" in capsys.readouterr().out
     assert checkpoint(stem, "best.pt")["step"] == checkpoint(stem)["step"]
 
 

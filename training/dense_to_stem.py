@@ -207,7 +207,7 @@ def dense_to_stem(
         if data_dir is None:  # others have trained it
             raise UserError(f"--data_dir: name a text, as {path} does not say what it has read")
         (ids, _), _ = read_text(path, model, encoding, data_dir, n_token, block_size)
-        check_stream(dense.eval(), ids[:1])
+        check_stream(dense.float().eval(), ids[:1])
         boundary = encoding.eot_token if checkpoint["args"].get("doc_mask") else None
         fill_tables(model, up, Stream(model.to(device).eval(), ids, batch_size, boundary))
     return model, encoding, {"args": checkpoint["args"], "data": checkpoint["data"]}

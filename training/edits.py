@@ -446,5 +446,5 @@ def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Locate
         return LAST
     return (
         "words that it never wrote as an answer are beyond a name's rows; others may be learned "
-        "with another --prompt (that of an earlier fact which it corrects) or --write"
+        "with another --prompt (of a fact to be corrected, the earlier one) or --write"
     )

@@ -392,7 +392,8 @@ def write_folder(folder: Path, model: Decoder, encoding: tiktoken.Encoding) -> N
         write_safetensors(unfinished / "model.safetensors", weights)
         path = unfinished / "config.json"
         path.write_text(json.dumps(record))
-        theirs = their_config(path, read_config(path), weights)
+        with reading(path, AGAIN):
+            theirs = their_config(path, read_config(path), weights)
         for name in sorted(set(vars(theirs)) - NO_LOGITS):
             if getattr(theirs, name) != getattr(config, name):
                 raise UserError(f"--export: no Llama or Qwen has --{name} {getattr(config, name)}")
