@@ -275,7 +275,7 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
             if checkpoint["edits"]:
                 print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")
             elif is_stale:
-                print("note: best.pt will be the best from here on, as files changed")
+                print("note: the model's files changed: best.pt will be the best from here on")
             if is_stale:
                 run.best = (math.inf, run.step)
         is_best = run.step and run.step == run.best[1] and not is_stale
