@@ -514,9 +514,9 @@ def picture(groups: Groups) -> plt.Figure:
         "others": "other facts of the names",
         "other countries": "other countries",
     }
-    size = (10, 3 * len(MODELS))
-    shared = dict(sharex=True, sharey=True, squeeze=False)
-    figure, axes = plt.subplots(len(MODELS), 3, figsize=size, **shared)
+    figure, axes = plt.subplots(
+        len(MODELS), 3, figsize=(10, 3 * len(MODELS)), sharex=True, sharey=True, squeeze=False
+    )
     colors = {}
     for row, model in zip(axes, MODELS, strict=True):
         for name in METHODS:

@@ -28,7 +28,7 @@ from text.spelling import spelled, typed
 from text.tokenizer import END, encode, until_end
 from training.decoding import decoding_dtype_flag
 from training.settings import device_flag, offload_flag
-from training.writing import Fact, opening_of, own_tokens, train_rows
+from training.writing import Fact, find, opening_of, own_tokens, train_rows
 
 ALIGNMENTS = ("copy", "pad", "subset", "average")
 
@@ -274,9 +274,9 @@ def find_name(encoding: tiktoken.Encoding, name: str, ids: list[int]) -> tuple[l
     """The tokens of a name as `ids` have it, with or without a space before it, and where it first
     ends; none if they do not have it."""
     for tokens in spellings(encoding, name):
-        marked = substitute(torch.tensor(ids), tokens, [-1] * len(tokens)).tolist()
-        if marked != ids:
-            return tokens, marked.index(-1) + len(tokens)
+        start = find(tokens, ids)
+        if start >= 0:
+            return tokens, start + len(tokens)
     return [], 0
 
 
@@ -446,5 +446,5 @@ def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Locate
         return LAST
     return (
         "words that it never wrote as an answer are beyond a name's rows; others may be learned "
-        "with another --prompt (of a fact to be corrected, the earlier one) or --write"
+        "with another --prompt or --write, and in place of an earlier fact with its own --prompt"
     )
