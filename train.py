@@ -57,7 +57,7 @@ from training.checkpoints import (
     save_checkpoint,
 )
 from training.checks import check_logits, check_saved, check_trained
-from training.digests import digests, digests_of_imported, path_of
+from training.digests import changed, digests, digests_of_imported
 from training.evaluation import evaluate
 from training.folders import has_run, live_tables, remove_run, run_folder
 from training.objectives import NextToken, validate
@@ -181,8 +181,7 @@ def train(settings: Settings) -> None:
 def note_edited_files(settings: Settings) -> None:
     """Say if a file of the model is another now than when Python read it, as in a notebook."""
     kinds = settings.model.ffn, settings.model.attention
-    now, then = digests(*kinds), digests_of_imported(*kinds)
-    edited = [path_of(name) for name in now if now[name] != then[name]]
+    edited = changed(digests_of_imported(*kinds), digests(*kinds))
     if edited:
         print(f"note: {', '.join(edited)} changed after Python read it: restart Python")
 
@@ -270,7 +269,7 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
         run.best = checkpoint["best"]
         now = digests_of_imported(settings.model.ffn, settings.model.attention)
         # best.pt is of weights before edits, or its loss of another formula.
-        is_stale = checkpoint["edits"] or {**now, **checkpoint["relatives"]} != now
+        is_stale = checkpoint["edits"] or changed(checkpoint["relatives"], now)
         if run.step < settings.max_iters:
             if checkpoint["edits"]:
                 print(f"note: {settings.origin} was edited: from here on, edits cannot be undone")

@@ -48,7 +48,7 @@ from text.dataset import read_meta
 from text.download import MOBY_DICK
 from train import resolve_settings, train
 from training.checkpoints import load_model
-from training.digests import CORE, digests, path_of
+from training.digests import CORE, changed, digests
 from training.records import read_run
 from training.settings import RESUMABLE_FLAGS, device_flag
 
@@ -231,10 +231,10 @@ def note_changes(folder: Path) -> None:
     starts = read_run(folder)["run"]
     args = starts[-1]["args"]
     now = digests(args["ffn"], args["attention"])
-    then = [{**now, **(start.get("relatives") or {})} for start in starts]
-    changed = [path_of(name) for name in now if any(files[name] != now[name] for files in then)]
-    if changed:
-        say_once(f"{', '.join(changed)} changed since kept runs were trained: --fresh begins anew")
+    files = {file for start in starts for file in changed(start.get("relatives") or {}, now)}
+    if files:
+        names = ", ".join(sorted(files))
+        say_once(f"{names} changed since kept runs were trained: --fresh begins anew")
 
 
 @cache

@@ -415,6 +415,7 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
         ("--preset embformer-104m --stem_layers all", "with --ffn embformer: --stem_layers"),
         ("--ffn embformer --d_ff 64", "with --ffn embformer: --d_ff 64"),
         ("--ffn dense --table_std 1", "with --ffn dense: --table_std 1"),
+        ("--n_layer 2 --attention full,full,window:8", "more kinds than there are layers"),
         (  # an abbreviation
             "--max_iter 3",
             "unrecognized with --ffn stem: --max_iter 3; did you mean --max_iters?",

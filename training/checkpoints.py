@@ -45,7 +45,7 @@ from tables.storage import ARRAYS, DiskStorage
 from tables.tables import StoredTables
 from text import tokenizer
 from training import ranks
-from training.digests import digests, digests_of_imported, path_of
+from training.digests import changed, digests, digests_of_imported
 from training.placement import make_tables
 from training.settings import Settings
 
@@ -343,12 +343,9 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     reads all of them."""
     checkpoint = read_checkpoint(path, whole=True)
     del checkpoint["replaced"]  # which is about the file, not what it holds
-    then = checkpoint["relatives"]
     now = digests(checkpoint["config"].ffn, checkpoint["config"].attention)
-    for name in sorted(then):
-        if then[name] != now.get(name):
-            note = f"note: {path_of(name)} has changed since {path} was written"
-            print(shown(note), file=sys.stderr)
+    for file in changed(checkpoint["relatives"], now):
+        print(shown(f"note: {file} has changed since {path} was written"), file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
             if not all_finite(weight):

@@ -52,5 +52,10 @@ def digests_of_imported(ffn: str, attention: str) -> dict[str, str]:
     return found
 
 
+def changed(then: dict[str, str], now: dict[str, str]) -> list[str]:
+    """The files that had other digests then, or are gone."""
+    return [path_of(name) for name in sorted(then) if then[name] != now.get(name)]
+
+
 def path_of(name: str) -> str:
     return name if name in CORE else f"relatives/{name}.py"
