@@ -8,6 +8,7 @@ import re
 import shutil
 import zipfile
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from originals import HUGGING_FACE, named
 import convert
 import prepare
 from common import locked
+from lab.token_share import token_share
 from model import Block, Decoder, ModelConfig
 from text import chat, tokenizer, writer
 from text.huggingface import (
@@ -717,6 +719,8 @@ def test_a_model_whose_layers_were_changed_is_not_converted_as_if_they_were_not(
     monkeypatch.setattr(Block, "forward", parallel)
     with pytest.raises(AssertionError, match=r"change Stream as model\.py"):
         dense_to_stem(trained["dense"] / "ckpt.pt", "1", str(data), 2000, device=CPU)
+    with pytest.raises(AssertionError, match=r"change Stream as model\.py"):
+        token_share([trained["dense"] / "ckpt.pt"], str(data), 500, 16, CPU, Path("x.png"))
 
 
 def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):

@@ -1,7 +1,5 @@
 """lab/token_share.py, beside rows, shares and losses written out for a layer of a small model."""
 
-import shutil
-
 import torch
 import torch.nn.functional as F
 from conftest import CPU, command, refused
@@ -9,7 +7,7 @@ from simulated_gpu import SimulatedGpu
 
 from lab import token_share
 from training.batches import Data
-from training.checkpoints import load_model
+from training.checkpoints import load_model, save_checkpoint
 from training.dense_to_stem import read_text
 
 
@@ -89,9 +87,11 @@ def test_the_share_does_not_depend_on_how_often_a_token_occurred():
         assert abs(explained.share - 0.5) < 0.02
 
 
-def test_it_prints_a_table_and_draws_a_picture(trained, data, tmp_path):
+def test_it_prints_a_table_and_draws_a_picture(trained, data, tmp_path, monkeypatch):
+    monkeypatch.setattr(token_share, "training_dtype", lambda *_: "float32")
     ckpts = [trained["dense"] / "ckpt.pt", tmp_path / "$_{$.pt"]
-    shutil.copy(*ckpts)
+    model, encoding, _ = load_model(ckpts[0], CPU)
+    save_checkpoint(ckpts[1], model.bfloat16(), encoding)  # a model in 16 bits
     line = "lab/analyze.py token_share --tokens 500 --block_size 16 --plot share.png"
     done = command(line, *ckpts, "--data_dir", data)
     assert done.stdout.count("| 1 | ") == 2 and "in windows of 16" in done.stdout
