@@ -81,7 +81,7 @@ class ModelConfig:
     init_std: float | None = flag(
         None,
         "std of new dense weights",
-        shown="1 / sqrt(n_embd), embformer 0.02",
+        shown="1 / sqrt(n_embd), two digits; embformer 0.02",
         must="a positive number",
     )
     table_std: float = flag(

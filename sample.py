@@ -42,7 +42,7 @@ class Sampling:
     top_k: int = flag(0, "sample from the k most probable tokens; 0: all", must="0 or more")
     top_p: float | None = flag(
         None,
-        "sample from the fewest tokens whose probabilities sum to p",
+        "of these, from the most probable ones that together reach p",
         must="above 0 and at most 1",
     )
     num_samples: int = flag(1, "samples, drawn side by side", must="at least 1")
@@ -65,7 +65,8 @@ def with_room(ids: list[int], block_size: int, n_new: int) -> list[int]:
     half of it would be forgotten at once."""
     if len(ids) < block_size:
         return ids
-    return ids[-max(1, block_size - n_new, block_size // 2) :]
+    # The last token that is written is not read.
+    return ids[-max(1, block_size + 1 - n_new, block_size // 2) :]
 
 
 def write(

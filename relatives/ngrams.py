@@ -34,7 +34,8 @@ class Config(model.ModelConfig):
 class NgramDecoder(model.Decoder):
     """Addresses of n-grams (Engram: DeepSeek, arXiv 2601.07372, section 2.2, and its code).
 
-    With odd random multipliers m and a prime p for each order n and head k:
+    With a prime p for each order n and head k, and odd multipliers m = 2 r + 1, where r is drawn
+    below (2^63 - 1) / V / 2 by NumPy's generator, seeded by 10007 times the first layer's number:
 
         mix_n = t m_0 xor (the token before) m_1 xor ... (n - 1 tokens before) m_(n-1)
         address_(n, k) = mix_n mod p_(n, k) + the sum of all primes before

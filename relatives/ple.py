@@ -3,7 +3,8 @@ Gemma 3n: Google, 2025; as in transformers' Gemma3nTextDecoderLayer).
 
     y = W_d (SiLU(W_g x) * (W_u x)) + P (GELU(G x) * E_l[t])
 
-The FFN is narrower by 2/3 of a row, so that a token costs the FLOPs of the dense one.
+GELU is its approximation by tanh. The FFN is narrower by 2/3 of a row, rounded, so that a token
+costs the FLOPs of the dense one.
 """
 
 from dataclasses import dataclass

@@ -109,6 +109,12 @@ def test_ids_of_32_bits_are_the_same_ids(ffn):
     assert torch.equal(model(ids.int(), ids.int())[1], model.train()(ids, ids)[1])
 
 
+def test_rows_of_ngrams_are_found_with_any_numpy():
+    """No checkpoint has the multipliers, and NumPy may draw other numbers some day."""
+    model = decoder(ffn="engram", vocab_size=6400)
+    assert model.multipliers == [1186504322096035, 74936406537285, 556768101479525]
+
+
 @pytest.mark.parametrize("attention", ["full", "qknorm"])
 def test_gates_of_values_begin_at_one(attention):
     """Also in a layer that another kind of attention has wrapped."""

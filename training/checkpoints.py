@@ -1,5 +1,13 @@
 """Checkpoints: a ckpt.pt that is enough to sample, edit or resume.
 
+It is a dict that torch.save has written. `args` are the settings of run and model, `tokenizer` is
+a line of JSON, and `model` has the weights by name. Among these are
+
+    wte.weight.0            the embedding, [V, n_embd]; wte.weight if it is the head, too
+    blocks.L.attn.qkv.qkv.weight    queries, then keys, then values, head by head; query head h
+                            reads key-value head h // (n_head / n_kv_head)
+    tables.weight.I         the rows of the I-th layer that has a table, [V, W]
+
 A checkpoint X has its tables in it or, if they are on disk, in the folder X.tables. Tables on disk
 change while they train (`folders.live_tables`), so a checkpoint needs a copy of them, a snapshot
 with an ID of its own. Saving takes these steps:

@@ -73,7 +73,9 @@ class LossScaler:
 
 
 class Optimizer:
-    """AdamW for the backbone and RMSprop for rows of the tables, clipped together."""
+    """AdamW for the backbone and RMSprop for rows of the tables, clipped together: all gradients
+    are multiplied by grad_clip / (norm + 1e-6), if that is below 1. The rate of an embedding that
+    is not the head is not multiplied by `table_rate`."""
 
     def __init__(self, model: Decoder, settings: Settings, dtype: str = "float32") -> None:
         assert settings.model == model.config, (

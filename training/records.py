@@ -5,8 +5,11 @@ are written as null, and read as NaN.
 
     {"type": "run", "args": {...}, "sizes": {...}, "data": [...]}       at each start, and resume
     {"type": "step", "step": 1, "train_loss": 8.4, "grad_norm": 2.1, "lr": 3e-5, "tok_per_s": 6800}
-    {"type": "eval", "step": 250, "val_loss": 1.2, "recall": 0.41}      recall: only on countries
-    {"type": "recall", "step": 1000, "recall": 0.99}                    at the end, all questions
+    {"type": "eval", "step": 250, "val_loss": 1.2, "val_loss_per_byte": 0.28}
+    {"type": "recall", "step": 1000, "recall": 0.99}                    of all questions, at the end
+
+On the countries, an evaluation has `recall`, too, of 64 of the questions, and `answer_nats`, see
+`corpora.recall.quick_recall`.
 """
 
 import json
