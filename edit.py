@@ -333,7 +333,7 @@ def main() -> None:
     # Before it is read: two edits at once would lose one. Of a link, the folder where it leads.
     real = os.path.realpath(path)
     with locked(Path(real).parent):
-        if os.path.exists(path) and real != os.path.realpath(edit.ckpt):
+        if os.path.lexists(path) and real != os.path.realpath(edit.ckpt):
             raise UserError(f"--save {path} exists: choose another name, or {edit.ckpt} itself")
         clear(path)  # of an edit that was killed
         if edit.undo:

@@ -21,7 +21,7 @@ def markdown(rows: list[dict[str, str]]) -> str:
     titles = [title for title in rows[0] if any(row[title] for row in rows)]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for row in rows:
-        cells = [row[title] for title in titles]
+        cells = [" ".join(row[title].split()).replace("|", r"\|") for title in titles]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 

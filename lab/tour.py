@@ -13,10 +13,12 @@ import os
 import sys
 from pathlib import Path
 
-# The repository, as the notebook and as this file find it, and the tests' simulated GPU.
-sys.path.insert(0, str(Path("..").resolve() if Path.cwd().name == "lab" else Path.cwd()))
-sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
-sys.path.extend([f"{folder}/tests" for folder in sys.path[:2]])
+# The repository, as this file and as the notebook find it, and the tests' simulated GPU.
+if Path(sys.argv[0]).name == "tour.py":
+    sys.path.insert(0, str(Path(sys.argv[0]).resolve().parent.parent))
+else:
+    sys.path.insert(0, str(Path("..").resolve() if Path.cwd().name == "lab" else Path.cwd()))
+sys.path.append(f"{sys.path[0]}/tests")
 
 import common  # before torch, whose threads it tells how to wait
 

@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+import time
 import zipfile
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -361,6 +362,8 @@ def test_a_config_of_something_else_is_refused(tmp_path, change, reason):
                 r".+$|\s",
                 r"\d*|\D",
                 r"(?i)a|\P{L}|\p{L}",
+                r"\S{400}|\S|\s",  # which would take memory, and these time without bounds
+                r"(\S+)+b|\S|\s",
             )
         ),
         (named_steps(LLAMA3, GPT2), "pre_tokenizer {"),
@@ -483,8 +486,28 @@ def test_a_small_tokenizer_takes_little_memory(tmp_path):
 
     # Each id below would get a token, and all splits of a long one would be kept.
     refuse({last: 10**5}, f"^{path} has ids up to 100,000, but 268 tokens")
-    long = {"a" * 4000: 268}
+    long = {"a" * 1000: 268}
     assert peak(lambda: refuse(long, "its merges do not make the token")) < 1 << 20
+    refuse({"a" * 1001: 268}, "a token of 1,001 bytes is not supported")
+
+
+def test_a_pattern_that_looks_far_ahead_takes_no_quadratic_time(tmp_path):
+    pattern = {**LLAMA3, "pattern": {"Regex": r"\S+b|\S|\s"}}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(bpe() | named_steps(pattern, LETTERS)))
+    start = time.process_time()
+    read_tokenizer(tmp_path / "tokenizer.json")
+    assert time.process_time() - start < 5  # 0.3 s; over the whole text, minutes
+
+
+def test_a_file_of_few_numbers_fills_no_memory(tmp_path):
+    save(tmp_path, dtype="pickled")
+    path = tmp_path / "pytorch_model.bin"
+    weights = torch.load(path)
+    name = "model.layers.0.mlp.up_proj.weight"
+    shape = weights[name].shape
+    for few in (torch.ones(1).expand(shape), torch.ones(shape).to_sparse()):
+        torch.save({**weights, name: few}, path)
+        refuses(tmp_path, f"{name} has not all of its numbers")
 
 
 FILES = ("config.json", "tokenizer.json", "model-0-of-1.safetensors", "pytorch_model.bin")

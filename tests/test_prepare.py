@@ -329,6 +329,21 @@ def test_bad_lines_are_named_counted_and_skipped(tmp_path, line, reason):
     assert not (tmp_path / "no").exists()
 
 
+def test_a_record_that_is_nested_too_deep_is_a_bad_line(tmp_path, monkeypatch):
+    """As where Python's reader of JSON follows deeper than Python's own functions may."""
+    plain_text = documents.plain_text
+
+    def shallow(value, *more):
+        if value == ["deep"]:
+            raise RecursionError("maximum recursion depth exceeded")
+        return plain_text(value, *more)
+
+    monkeypatch.setattr(documents, "plain_text", shallow)
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": ["deep"]}, *TEXTS])
+    report = documents.Report(max_bad=0.02)
+    assert len(list(documents.read([path], report))) == len(TEXTS) and report.bad == 1
+
+
 # --- conversations and tokenizers ---
 
 

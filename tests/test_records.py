@@ -38,6 +38,11 @@ def table(folders):
     return pictures.markdown([row(name, group) for name, group in grouped(folders).items()])
 
 
+def test_what_a_run_says_of_itself_stays_in_its_cell():
+    rows = [{"kind": "x | y\n\n# z", "loss": "1"}]
+    assert pictures.markdown(rows).splitlines()[2:] == [r"| x \| y # z | 1 |"]
+
+
 def test_tokens_per_second_are_those_of_all_steps_since_the_last_reading(tmp_path, monkeypatch):
     times = iter((5.0, 7.0, 10.0, 11.0))
     monkeypatch.setattr(time, "perf_counter", lambda: next(times))

@@ -378,6 +378,8 @@ HARMS = {
     "nan": "norm.weight has numbers that are not finite",
     "nan in a row": "tables.weight.0 has numbers that are not finite",
     "code": "possibly code",
+    "setting": "a setting is ",
+    "file": "a setting is ",
 }
 
 
@@ -396,6 +398,9 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
         "nan": with_nan("norm.weight"),
         "nan in a row": with_nan("tables.weight.0"),
         "code": {"x": Malicious()},
+        # Printed, they would be commands to copy.
+        "setting": {**saved, "args": {**saved["args"], "data_dir": "x\rnext: curl evil"}},
+        "file": {**saved, "relatives": {"model.py\nRun: curl evil": ""}},
     }
     path = tmp_path / "ckpt.pt"
     if harm in records:
@@ -425,7 +430,7 @@ FOREIGN = {
     "id": ("../../mine", "{root}/mine", "..", "", "mine", "{id}/../mine"),
     "replaced": ("../../mine", "{root}/mine"),
     "ffn": ("../mine/code", "{root}/mine/code", "lab.analyze"),
-    "attention": ("../mine/code:1", "os:1"),
+    "attention": ("../mine/code:1", "{root}/mine/code:1", "os:1"),
 }
 
 
@@ -437,7 +442,8 @@ def test_no_name_in_a_checkpoint_leads_out_of_its_folder(out, tmp_path, place):
     (rows,) = snapshots(out)
     for folder in (tmp_path / "mine", out / "mine", rows / "mine", out / "ckpt.pt.tables/mine"):
         folder.mkdir()
-        (folder / "code.py").write_text("open('ran', 'w')\nclass Decoder(object): 1")
+        # To parse it would raise an error with its text.
+        (folder / "code.py").write_text("open('ran', 'w')\nclass Decoder(object): 1\nmy secret")
         (folder / "ckpt.pt").write_text("mine")
         for name in ("rows", "state", "notes"):
             shutil.copy(rows / "rows", folder / name)
@@ -647,6 +653,25 @@ def test_what_is_no_checkpoint_is_not_replaced_by_way_of_a_link(data, tmp_path):
     (out / "best.pt").symlink_to(mine)
     assert "best.pt is damaged" in refused(f"train.py --resume --out_dir {out}")
     assert mine.read_text() == "mine"
+    # Nor is a file made where a link leads to none.
+    mine.unlink()
+    assert "no " in refused(f"train.py --resume --out_dir {out}")
+    ckpt = out / "ckpt.pt"
+    assert "best.pt exists" in refused(f"edit.py --ckpt {ckpt} {EDIT} --save {out}/best.pt")
+    assert not mine.exists()
+
+
+def test_a_lock_is_a_file_of_ours(tmp_path):
+    lock = tmp_path / "run/.lock"
+    lock.parent.mkdir()
+    lock.symlink_to(tmp_path / "mine")
+    with user_error(r"\.lock is no file of ours"), locked(lock.parent):
+        pass
+    assert not (tmp_path / "mine").exists()
+    lock.unlink()
+    os.mkfifo(lock)  # to open it would wait for a writer
+    with user_error(r"\.lock is no file of ours"), locked(lock.parent):
+        pass
 
 
 def test_the_tour_says_in_one_line_what_is_wrong(tmp_path):

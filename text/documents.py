@@ -128,7 +128,7 @@ def read_file(
         except CallsTools:
             report.notes[TOOLS] += 1
             continue
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             report.documents += 1
             report.bad += 1
             if len(report.named) < 3:

@@ -69,7 +69,7 @@ MARKS = re.compile(
     r"|\[\^[^\]]+\]:?"  # a footnote's mark
     r"|^\[[^\]]+\]: *(<[^<>]*>|(?=\S*[/#.:]\S)\S+)( +[\"'(].*)?\s*$"  # a link's address
     r"|^ {0,3}(#{1,6}(?=\s)|(> ?)+)\s*|\s#+\s*$"  # headings, quotations
-    r"|^\s*(=+|([-*_]\s*){3,}|(?=.*---)[|: -]+)\s*$"  # rules, also of tables
+    r"|^\s*(=+\s*|([-*_]\s*){3,})$|^(?=.*---)\s*[|:-][|:\s-]*$"  # rules, also of tables
     r"|(?<![\d*])\*+(?=\S)|(?<=\S)\*+(?![\d*])|(?<!\w)_+(?=\S)|(?<=\S)_+(?!\w)"  # emphasis, not 2*3
 )
 

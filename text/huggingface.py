@@ -64,8 +64,7 @@ SAME = regex.compile(
         {ONE}                               # letters of a category, blanks, digits, escaped ones
         | \[\^? ( {ONE} | (?!--) [^\]\[\\&~] )+ \]      # a set, not made of others by --, && or ~~
         | \( (?!\?) | \(\?i: | \(\?: | \(\?! | \) | \|
-        | [?*+]
-        | \{{ \d+ (,\d*)? \}} (?![?*+])
+        | \? | (?<!\)) ( [*+] | \{{ \d\d? (,\d?\d?)? \}} (?![?*+]) )
         | \\s\+\+\$
         | [^\]\[\\^$.|?*+(){{}}]            # any other character
     )*""",
@@ -187,6 +186,8 @@ def read_ranks(
             continue
         if not set(token) <= BYTE_OF.keys():
             raise UserError(f"{path}: the token {token!r:.40} is not spelled in GPT-2's bytes")
+        if len(token) > 1000:  # `is_reached` takes the square of it
+            raise UserError(f"{path}: a token of {len(token):,} bytes is not supported")
         ranks[bytes(map(BYTE_OF.get, token))] = i
     check_merges(path, bpe, ranks)
     lacking = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
@@ -201,7 +202,9 @@ def read_ranks(
 def keeps_all(encoding: tiktoken.Encoding) -> bool:
     """Whether a text of all characters, above U+DFFF each 16th, is the same once encoded."""
     letters = "".join(map(chr, [*range(0xD800), *range(0xE000, sys.maxunicode, 16)]))
-    return encoding.decode(encoding.encode_ordinary(letters)) == letters
+    # In parts: a pattern may look ahead to the end from each place.
+    parts = (letters[at : at + 1000] for at in range(0, len(letters), 1000))
+    return all(encoding.decode(encoding.encode_ordinary(part)) == part for part in parts)
 
 
 def has_our_template(folder: Path) -> bool:

@@ -343,6 +343,9 @@ def check_fields(checkpoint: dict) -> None:
     for name in names:
         if not ID.fullmatch(name):
             raise Damage(f"tables named {name!r:.40}")
+    for text in (*checkpoint["relatives"], *checkpoint["args"].values()):
+        if isinstance(text, str) and ("\n" in text or shown(text) != text):  # commands print them
+            raise Damage(f"a setting is {text!r:.40}")
 
 
 def load_checkpoint(path: str | Path, verify: bool = False) -> dict:

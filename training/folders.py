@@ -81,7 +81,7 @@ def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -
             path = out_dir / name
             if not path.is_symlink():  # to a folder that is not locked
                 clear(path)
-            elif os.path.exists(path):  # else anything there would be replaced
+            else:  # anything there would be replaced, or a file made where there is none
                 read_checkpoint(path)
         live = live_tables(out_dir)
         remove(live)

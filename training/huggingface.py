@@ -339,6 +339,9 @@ def read_pickled(path: Path) -> dict[str, Tensor]:
         for name, weight in weights.items():
             if not isinstance(weight, Tensor) or weight.dtype not in DTYPES.values():
                 raise Damage(f"{name} is not a tensor of floating-point numbers")
+            is_dense = weight.layout == torch.strided
+            if not is_dense or weight.untyped_storage().nbytes() < weight.nbytes:
+                raise Damage(f"{name} has not all of its numbers")  # but would fill memory
     return weights
 
 

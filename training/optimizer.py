@@ -214,10 +214,13 @@ class Optimizer:
             if of_one is None:  # it had no gradient yet, is new, or was another optimizer's
                 continue
             moments[n] = of_one
-            moment = of_one.get("exp_avg", parameter)
-            if moment.shape != parameter.shape:  # AdamW would read beyond its end
-                wrong = f"moments of {name} are {[*moment.shape]}, not {[*parameter.shape]}"
-                raise UserError(f"{wrong}: --resume cannot go on: use --init_from")
+            # AdamW writes to both as if they lay in memory as the parameter does.
+            for key in of_one.keys() & {"exp_avg", "exp_avg_sq"}:
+                moment = of_one[key]
+                if moment.shape != parameter.shape:
+                    wrong = f"moments of {name} are {[*moment.shape]}, not {[*parameter.shape]}"
+                    raise UserError(f"{wrong}: --resume cannot go on: use --init_from")
+                of_one[key] = torch.empty_like(parameter).copy_(moment)
         self.adamw.load_state_dict({**self.adamw.state_dict(), "state": moments})
         # Rates go on as they were, whatever the code says now. Earlier checkpoints have none.
         rates = state["adamw"].get("rates", [])

@@ -132,6 +132,19 @@ def test_moments_find_their_weights_when_a_model_makes_these_in_another_order():
     of_earlier = {**state, "adamw": {"state": state["adamw"]["state"]}}
     with user_error(r"moments of .* are \[.*\], not"):
         optimizer_of(other).load_state_dict(of_earlier)
+    every = copy.deepcopy(state)
+    for moments in every["adamw"]["state"].values():
+        moments["exp_avg_sq"] = torch.zeros(1)
+    with user_error(r"moments of .* are \[1\], not"):
+        optimizer_of(small()).load_state_dict(every)
+    for moments in every["adamw"]["state"].values():  # of the right shape, but one number
+        for name in ("exp_avg", "exp_avg_sq"):
+            moments[name] = torch.ones(()).expand_as(moments["exp_avg"])
+    optimizer = optimizer_of(small())
+    optimizer.load_state_dict(every)
+    for weight, moments in optimizer.adamw.state.items():
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert moments[name].stride() == weight.stride() and (moments[name] == 1).all()
     same = small()
     same.load_state_dict(model.state_dict())
     trained(model, state)
