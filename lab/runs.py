@@ -15,7 +15,7 @@ from lab.stability import spike_rate
 from model import ModelConfig
 from training.digests import path_of
 from training.records import read_run
-from training.settings import Settings
+from training.settings import STAGES, Settings
 
 # Settings that may differ among the runs of a row.
 NOT_COMPARED = ("seed", "out_dir", "resume", "overwrite")
@@ -28,8 +28,8 @@ def runs(folders: list[Path], out: Path) -> None:
     print(markdown([row(name, group) for name, group in groups.items()]))
     starts = [last_start(run) for group in groups.values() for run in group]
     if len({json.dumps(judged_on(start)) for start in starts}) > 1:
-        same = "text, tokenizer, --block_size and --eval_tokens"
-        print(f"\nnote: not all have the same {same}, so losses are of different tokens")
+        same = "text, tokenizer, --block_size, --eval_tokens, --doc_mask and objective"
+        print(f"\nnote: not all have the same {same}: their losses may not be compared")
     every = [start for group in groups.values() for run in group for start in run["run"]]
     files = {pair for start in every for pair in (start.get("relatives") or {}).items()}
     for name, n in Counter(name for name, _ in files).items():
@@ -63,9 +63,12 @@ def seed(run: Run) -> int | None:
 
 
 def judged_on(start: dict) -> list:
-    """What decides which tokens a validation loss is of, and what the model sees before them."""
+    """What decides which tokens a validation loss is of, what the model sees before them, and how
+    it is computed."""
     args = start["args"]
-    return [start["data"], args["block_size"], args.get("eval_tokens")]
+    objective = STAGES.get(args.get("stage"), STAGES["pretrain"]).objective.__name__
+    tokens = [start["data"], args["block_size"], args.get("eval_tokens")]
+    return [*tokens, objective, args.get("doc_mask")]
 
 
 def compared(run: Run) -> list:

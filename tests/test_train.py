@@ -212,7 +212,7 @@ def test_a_run_that_only_gets_worse_is_told_so(trained, data, tmp_path, validate
     validated(1.0, 2.0, 3.0)  # steps 0, 6, 12
     small_run(data, tmp_path, init_from=trained["stem"] / "ckpt.pt", **INHERITED)
     said = capsys.readouterr().out
-    assert "rose from 1.0000 at step 0 to 3.0000: no step has lowered it" in said
+    assert "rose from 1.0000 at step 0 to 3.0000: no later step is below it" in said
     assert f"{tmp_path}/best.pt has the weights of step 6" in said
 
 
@@ -465,7 +465,7 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
     line = f"train.py --eval_only {given} --device_batch_size 3 --offload disk"
     last = read_run(out)["eval"][-1]
     n = read_meta(data)["val"]["tokens"] - 1  # that can be predicted
-    of_all = f"(256 of {n:,} held-out tokens, in windows of {SHAPE['block_size']})"
+    of_all = f"(256 of {n:,} held-out tokens, in windows of {SHAPE['block_size']}, in float32)"
     for said, folder in zip(command(line).stdout.splitlines(), (data, other), strict=True):
         assert f"ckpt.pt on {folder}" in said and f"val loss {last['val_loss']:.5g}" in said
         assert f"val loss per byte {last['val_loss_per_byte']:.5g} {of_all}" in said

@@ -41,6 +41,7 @@ def evaluate(settings: Settings) -> None:
             read = f"{n * block_size:,} of {n_token:,} held-out tokens, in windows of {block_size}"
         else:
             read = f"{n:,} of {of:,} held-out conversations, cut to {block_size} tokens"
+        read += f", in {dtype}"
         if boundary is not None:
             read += ", attention within documents"
         print(f"{path} on {folder}: {format_figures(losses)} ({read})")

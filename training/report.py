@@ -141,7 +141,7 @@ def suggest(settings: Settings, data: Data, best: tuple[float, int], commands: l
             f"(--max_iters {step}) end lower."
         )
         if step == 0:
-            advice = f"no step has lowered it. Lower --learning_rate {settings.learning_rate:g}."
+            advice = f"no later step is below it. Lower --learning_rate {settings.learning_rate:g}."
         print(
             f"\nnote: the validation loss rose from {lowest:.4f} at step {step} to {last:.4f}: "
             f"{advice}"
@@ -164,7 +164,7 @@ def report_recall(model: Decoder, data: Data) -> dict[str, float]:
     shares = recall.ask(model, data.encoding, data.corpora)
     if shares:
         text = ", ".join(f"{name.replace('_', ' ')} {share:.1%}" for name, share in shares.items())
-        print(f"facts of the corpus, asked in held-out phrasings: {text}")
+        print(f"facts of the corpus: {text}")
     return shares
 
 
