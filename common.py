@@ -31,8 +31,9 @@ from traceback import extract_tb
 from types import UnionType
 from typing import Any, NoReturn, Union, get_args, get_origin, get_type_hints
 
-# Before torch is loaded: for how long OpenMP's threads wait for each other by spinning. With its
-# own limit, every small product waits beside one busy process until that is off its core.
+# For how long OpenMP's threads spin while they wait for each other, set before torch is loaded. By
+# default, it is so long that beside a busy process each small product waits until that is off its
+# core.
 if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & set(os.environ):
     os.environ["GOMP_SPINCOUNT"] = "1000"
 
@@ -51,9 +52,8 @@ class UserError(Exception):
     Anything else that goes wrong is a bug, ours or a reader's own, and keeps its traceback."""
 
 
-# What PyTorch says when it is out of memory by a RuntimeError, which has no type of its own: on a
-# CPU or a Mac, and on a GPU if not the memory of tensors, but that of libraries, or pinned memory
-# (of which WSL2 has little), is at its end.
+# How a plain RuntimeError of PyTorch says that memory is at its end: on CPUs and Macs, and on a GPU
+# that of libraries, or pinned memory, of which WSL2 has little.
 OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "could not create a primitive",
@@ -68,12 +68,12 @@ OUT_OF_MEMORY = (
 CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f]")
 
 
-def shown(text: str) -> str:
+def printable(text: str) -> str:
     """A text, which may be a model's or a file's, for a terminal: U+FFFD for what controls one."""
     return CONTROL.sub("\ufffd", text)
 
 
-def run(main: Callable[[], None]) -> None:
+def run_command(main: Callable[[], None]) -> None:
     """Run a command. A UserError, or running out of memory, is one line and exit code 1."""
     # Bars of one process need no lock that processes share. Where those do not fork, as since
     # Python 3.14, it costs another process, which warns of it after a command that ends without
@@ -83,13 +83,13 @@ def run(main: Callable[[], None]) -> None:
         sys.stdout.reconfigure(errors="replace")  # a terminal that cannot show a letter shows "?"
         if sys.stdout.isatty():  # to files, control characters go as they are: they are text
             write = sys.stdout.write
-            sys.stdout.write = lambda text: write(shown(text))
+            sys.stdout.write = lambda text: write(printable(text))
     try:
         main()
         print(end="", flush=True)  # which knows a standard output that is closed
     except UserError as error:
         lines = str(error).splitlines()
-        sys.exit("error: " + shown(" ".join(map(str.strip, lines))))
+        sys.exit("error: " + printable(" ".join(map(str.strip, lines))))
     except KeyboardInterrupt:
         sys.exit(130)  # as a shell reports Ctrl-C
     except OSError as error:
@@ -235,7 +235,7 @@ def make_parser(description: str) -> Parser:
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.color = False  # Python 3.14 would write them as control characters, see `run`
+    parser.color = False  # Python 3.14 would write them as control characters, see `run_command`
     return parser
 
 
@@ -279,14 +279,14 @@ def brief(value: Any) -> str:
     return f"{value!r:.40}"
 
 
-def check_ranges(settings: Any) -> None:
+def check_settings(settings: Any) -> None:
     """Raises UserError if a field of a dataclass has a value of another type, as one from a file
     may be, or a value that its flag does not allow."""
     check_values(type(settings), vars(settings))
 
 
 def check_values(cls: type, values: dict[str, Any]) -> None:
-    """As `check_ranges`, for values by name that are meant for fields of a dataclass. Other names
+    """As `check_settings`, for values by name that are meant for fields of a dataclass. Other names
     are ignored."""
     types = get_type_hints(cls)
     for setting in fields(cls):
@@ -387,9 +387,9 @@ def first_line(error: Exception) -> str:
     return shorten(line, 90, placeholder=" ...")
 
 
-def mixed(*numbers: int) -> int:
-    """A seed that depends on every bit of these, of 32 each: on CPUs, PyTorch's generators look at
-    no more."""
+def mixed_seed(*numbers: int) -> int:
+    """One seed of several numbers, every bit of which counts: of 32 bits, as PyTorch's generators
+    on CPUs look at no more."""
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 

@@ -26,7 +26,7 @@ from dataclasses import MISSING, dataclass
 from pathlib import Path
 
 # Before torch, whose threads it tells how to wait.
-from common import UserError, check_ranges, command_line, flag, parse, pick_device, run
+from common import UserError, check_settings, command_line, flag, parse, pick_device, run_command
 
 # isort: split
 import tiktoken
@@ -73,7 +73,7 @@ class Conversion:
     device: str = device_flag()
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_settings(self)
         if (self.out is None) == (self.export is None) or (self.export and self.ffn):
             raise UserError("give --out FILE, or --export FOLDER without --ffn")
         for name, value in vars(self).items():
@@ -136,4 +136,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -1,4 +1,4 @@
-"""Change what a model knows about one name: all of it, or one fact.
+"""Change what a model knows about a name: all of it, or single facts.
 
     python edit.py --source Spain --target Germany    # Spain reads rows of Germany
     python edit.py --source Peru --target Japan --prompt "Country: Peru\\nThe main language is"
@@ -43,7 +43,7 @@ from common import (
     parse_json,
     pick_device,
     reading,
-    run,
+    run_command,
     stop_signals,
 )
 
@@ -63,7 +63,7 @@ from text.tokenizer import until_end
 from training.checkpoints import checkpoint_of, load_checkpoint, write_checkpoint
 from training.decoding import chats, check_chat, load_to_decode
 from training.edits import (
-    LAST,
+    ONLY_LAST_LAYER,
     Edit,
     Located,
     State,
@@ -73,7 +73,6 @@ from training.edits import (
     continuations,
     fill_in,
     has_own_text,
-    is_written,
     locate,
     new_rows,
     probabilities,
@@ -172,7 +171,7 @@ def compare(
         print(f"probability of {answer} before {p[0]:{form}}   after {p[1]:{form}}")
     if texts[0] == texts[1] and not located.answer:
         ahead = recall.reaches_ahead(model)
-        reason = "do this name's rows hold the fact?" if ahead else LAST
+        reason = "do this name's rows hold the fact?" if ahead else ONLY_LAST_LAYER
         print(f"note: the swap moves nothing here, not one word: {reason}")
 
 
@@ -262,7 +261,7 @@ def write_facts(
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
     bar = tqdm(all_located, "asking again", leave=False, delay=3, disable=None)
-    known = [is_written(model, located) for located in bar]
+    known = [bool(as_written(model, located)) for located in bar]
     parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
     room = max(map(width, edits))
     for (where, (edit, _)), was_learned, is_known, p_before, p_after in parts:
@@ -346,4 +345,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -23,7 +23,7 @@ class RowQKV(nn.Module):
         self.head_dim = head_dim
         self.norm_eps = norm_eps
         self.row_width = 2 * n_kv_head * head_dim
-        self.keys_are_normed = False  # those in the table: see training/decoding.norm_keys
+        self.keys_are_normed = False  # in the table, once training/decoding.norm_keys did it
 
     def norm(self, heads: Tensor) -> Tensor:
         """[..., head_dim] -> [..., head_dim]."""

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from common import UserError, check_ranges, flag
+from common import UserError, check_settings, flag
 from embformer import EmbformerFFN, RowQKV
 from stem import StemFFN
 from tables.tables import ResidentTables, Tables, send
@@ -38,9 +38,9 @@ BUILT_IN = ("dense", "stem", "embformer")  # kinds of --ffn; all others are in r
 
 @dataclass
 class ModelConfig:
-    """Shape of a decoder; most fields are flags, too (`common.flag`). Those left at None get the
-    default that is `shown`. UserError: names a field as a flag, its value and what would be valid.
-    """
+    """Shape of a decoder. Most fields are flags, too (`common.flag` explains their metadata). None
+    means the default that is `shown`. UserError: names a field as a flag, its value, and what would
+    be valid."""
 
     vocab_size: int = field(default=6400, metadata=dict(must="at least 1"))
     block_size: int = flag(128, "context length in tokens; prose: 256", must="at least 1")
@@ -89,7 +89,7 @@ class ModelConfig:
     )
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_settings(self)
         if self.n_kv_head is None:
             self.n_kv_head = self.n_head
         if self.d_ff is None:
@@ -243,8 +243,8 @@ class Cache:
     """What decoding keeps of the tokens so far. `Decoder.make_cache` makes it."""
 
     def __init__(self, layers: list[LayerCache | None], cos_sin: Tensor) -> None:
-        """layers: the cache of each layer; None keeps nothing: keys and values are made of rows
-        again (Embformer), or no token will follow;
+        """layers: the cache of each layer; None: its keys and values are not kept, as they can be
+        made of rows again (Embformer), or as no token will follow;
         cos_sin: from `rotary`, of all tokens it has room for."""
         self.layers = layers
         self.cos_sin = cos_sin  # [2, room, head_dim]
@@ -285,7 +285,7 @@ class Attention(nn.Module):
         if argument:
             raise UserError(f"--attention {config.attention}: leave out :{argument}")
         self.config = config
-        self.span = config.block_size  # twice the keys that a token sees on average
+        self.span = config.block_size  # what attention costs, as twice the mean number of keys
         self.qkv = qkv
         self.out = nn.Identity()
         if not config.embedding_only:
@@ -465,7 +465,8 @@ class Decoder(nn.Module):
     """The whole model: embedding, blocks, norm, head, and the tables the blocks read."""
 
     config_class: type[ModelConfig] = ModelConfig
-    # What `step` calls in place of `ordinary_step`, if anything (training/captured.py).
+    # A decoding step as a CUDA graph, called as `ordinary_step` is, after the model; None: there is
+    # none (training/captured.py).
     captured: Callable[..., Tensor] | None = None
 
     def __init__(self, config: ModelConfig, tables: Callable[..., Tables] = ResidentTables) -> None:
@@ -656,12 +657,12 @@ class Decoder(nn.Module):
         """Continue the text in the cache by tokens ids [B, T], and look up their rows: for each
         layer with a table in turn, [B, T, row_width].
 
-        A cache of kind "ids" keeps no keys and values. They are made again, of the rows of all S
-        tokens that the layer sees, which are then returned: [B, S, row_width]."""
+        With a cache of kind "ids", earlier keys and values are made again. So the rows of all S
+        tokens that a layer sees are returned: [B, S, row_width]."""
         n = ids.shape[1]
         start = cache.length
         text = cache.continue_text(ids)  # [B, S]
-        # There are no earlier tokens, or their keys and values are kept.
+        # There are no earlier tokens, or the cache has their keys and values.
         if start == 0 or cache.layers[0] is not None:
             return self.layer_rows(self.addresses(text, n, documents))
         n_seen = [block.attn.n_past(start) + n for block in self.blocks]
@@ -696,8 +697,8 @@ class Decoder(nn.Module):
 
     @property
     def like(self) -> Tensor:
-        """A weight of the backbone's dtype, on its device. The head's may be quantized, or inside
-        a wrapper such as LoRA's."""
+        """The embedding [V, n_embd], for its dtype and device, the backbone's: a head may be
+        quantized, or inside a wrapper such as LoRA's. (`weight[0]`: the only table of `wte`.)"""
         return self.wte.weight if self.head is None else self.wte.weight[0]
 
     @property

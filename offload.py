@@ -262,7 +262,7 @@ class OffloadedTables(StoredTables):
     def states(self, table: int) -> Tensor:
         return self.working_set["state"][table]
 
-    def updated(self, ids: Tensor) -> None:
+    def updated(self) -> None:
         self.evict_except(self.announced)
 
     # --- the working set ---

@@ -39,7 +39,7 @@ from pathlib import Path
 
 import tiktoken
 
-from common import UserError, check_ranges, command_line, flag, parse, run
+from common import UserError, check_settings, command_line, flag, parse, run_command
 from corpora.countries import CORPORA, write_corpus
 from text import bpe, huggingface, tokenizer
 from text.dataset import read_meta, read_tokenizer
@@ -117,7 +117,7 @@ class Preparation:
     overwrite: bool = flag(False, "replace the data set in --out_dir")
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_settings(self)
         if self.input and self.dataset:
             raise UserError(f"--input or --dataset {self.dataset}: leave one of them out")
         if self.input and not self.out_dir:
@@ -332,4 +332,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 # Before torch, whose threads it tells how to wait.
-from common import UserError, check_ranges, flag, parse, pick_device, run
+from common import UserError, check_settings, flag, parse, pick_device, run_command
 
 # isort: split
 import tiktoken
@@ -53,7 +53,7 @@ class Sampling:
     dtype: str = decoding_dtype_flag()
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_settings(self)
         if self.chat and (self.prompt or self.num_samples > 1):
             raise UserError("--chat reads standard input: leave out --prompt, --num_samples")
         if self.system is not None and not self.chat:
@@ -243,4 +243,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

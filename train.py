@@ -29,10 +29,10 @@ from common import (
     check_compiler,
     check_values,
     command_line,
-    mixed,
+    mixed_seed,
     pick_device,
     remove,
-    run,
+    run_command,
     stop_signals,
     training_dtype,
 )
@@ -128,7 +128,7 @@ class Run:
     optimizer: Optimizer
     n_part: int  # micro-batches in a step, of all ranks together
     step: int = 0
-    resumed: int | None = None  # the step that it resumed at: that ckpt.pt is there, maybe edited
+    resumed: int | None = None  # the step of the ckpt.pt that it goes on with, not written anew
     checked: bool = False  # by `check_logits`, since this process began
     best: tuple[float, int] = (math.inf, 0)  # lowest validation loss, and its step
 
@@ -325,7 +325,7 @@ def fit(run: Run) -> None:
             n_target = run.objective.count(targets)
             train_loss = torch.zeros((), device=model.device)
             # Dropout draws other numbers for each step, rank and seed.
-            torch.manual_seed(mixed(settings.seed, run.step, ranks.rank))
+            torch.manual_seed(mixed_seed(settings.seed, run.step, ranks.rank))
             # Part k of n is sequences k, k + n, k + 2n, ... Each rank takes some of the parts.
             numbers = range(ranks.rank, run.n_part, ranks.size)
             for number in numbers:
@@ -435,4 +435,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

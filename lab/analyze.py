@@ -32,7 +32,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import UserError, add_flags, locked, make_parser, pick_device, run
+from common import UserError, add_flags, locked, make_parser, pick_device, run_command
 from lab.attention import attention
 from lab.context import context
 from lab.convert import convert
@@ -139,4 +139,4 @@ def answer(experiment: Experiment, question: str, given: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -29,11 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from common import (
     UserError,
     add_flags,
-    check_ranges,
+    check_settings,
     flag,
     make_parser,
     pick_device,
-    run,
+    run_command,
     training_dtype,
 )
 
@@ -89,7 +89,7 @@ class Bench:
     part: int | None = flag(None, "of gpu: one part", shown="all", choices=range(1, 7))
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_settings(self)
         if self.dir is not None and not self.dir.is_dir():
             raise UserError(f"--dir {self.dir} is not a folder")
         self.on = pick_device(self.device)
@@ -395,4 +395,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

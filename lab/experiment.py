@@ -41,7 +41,7 @@ from tqdm import tqdm
 
 import model
 import prepare
-from common import UserError, atomic, check_ranges, flag, pick_device
+from common import UserError, atomic, check_settings, flag, pick_device
 from corpora.countries import write_corpus
 from lab.pictures import markdown, plt, save_figure
 from text.dataset import read_meta
@@ -98,7 +98,7 @@ class Experiment:
     device: str = device_flag()
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_settings(self)
         numbers = (self.seeds or ("1337" if self.quick else "1337,1,2")).split(",")
         self.numbers = [int(number) for number in numbers if number.isdecimal()]
         if len(set(self.numbers)) < len(numbers):  # a run counts once

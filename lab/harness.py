@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import UserError, make_parser, run
+from common import UserError, make_parser, run_command
 
 try:
     from lm_eval import simple_evaluate
@@ -122,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

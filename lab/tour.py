@@ -109,7 +109,7 @@ def run(out, **flags):
         flags.update(n_layer=3, n_embd=32, max_iters=2, eval_interval=2)
     with contextlib.redirect_stdout(io.StringIO()):
         # What is wrong with files is one line.
-        common.run(lambda: train(resolve_settings(out_dir=out, **flags)))
+        common.run_command(lambda: train(resolve_settings(out_dir=out, **flags)))
     return read_run(out)["eval"]
 
 

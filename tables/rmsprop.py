@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from common import UserError, mixed
+from common import UserError, mixed_seed
 from tables.storage import DTYPES
 from tables.tables import Tables, send
 
@@ -90,7 +90,7 @@ class RowRMSprop:
         for table, grad in enumerate(grads):
             self.update(table, tokens, slots, keep, grad.to(slots.device), lr)
         self.tables.zero_grad()
-        self.tables.updated(ids)
+        self.tables.updated()
 
     def update(
         self, table: int, tokens: Tensor, slots: Tensor, keep: Tensor, grad: Tensor, lr: float
@@ -114,7 +114,7 @@ class RowRMSprop:
         generator = None
         if rows.dtype == torch.bfloat16:
             generator = torch.Generator(rows.device)
-            generator.manual_seed(mixed(self.seed, self.steps, table))
+            generator.manual_seed(mixed_seed(self.seed, self.steps, table))
 
         scale = 1 / (1 - self.beta2**self.steps)  # bias correction: v began at zero
         # On a CPU, in parts that fit its caches: large batches would be several times slower.

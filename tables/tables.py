@@ -9,7 +9,7 @@ decoder asks for their rows in the same way:
 
 Four kinds of integers say which row is meant:
 
-    ids        [B, T]   the token ids of a batch
+    ids        [B, T]   the token ids of a batch, or what a relative has in their place
     distinct   [n]      the same ids, each once, in ascending order
     position   [B, T]   where in `distinct` each token of the batch is: distinct[position] == ids
     slots      [n]      where each of these tokens lies in `rows(table)`: the slot is the id itself
@@ -123,7 +123,7 @@ class Tables(nn.Module):
         """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
         The distinct rows of a table are one leaf of autograd [n, W]: it sums the gradients of all
         places of a token. `collect` takes them."""
-        # Merge before each micro-batch: so a step keeps the rows of one of them, and not of all.
+        # Merge before each micro-batch: beside the sum, only the gradients of one are kept.
         self.merge()
         self.watch.lookup(waiting=self.merged is not None)
         distinct, position = self.distinct(ids)  # [n], [B, T]
@@ -209,8 +209,8 @@ class Tables(nn.Module):
     # --- rows that are not trained: frozen, or in eval() mode ---
 
     def requires_grad_(self, requires_grad: bool = True) -> "Tables":
-        """False freezes the rows. It must be called before an `Optimizer` is made. True undoes it,
-        but does not make the rows parameters.
+        """False freezes the rows, before an `Optimizer` is made, or later if they are taken out of
+        it (`del optimizer.rmsprops["tables"]`). True undoes it, but does not make them parameters.
 
         `model.requires_grad_(False)` does not call this method: PyTorch goes through the parameters
         instead. So it freezes the backbone, and the rows are still trained."""
@@ -259,8 +259,8 @@ class Tables(nn.Module):
         """The mean of the squares of each row: [n, W] -> [n, 1]."""
         return grad.float().square().mean(1, keepdim=True)
 
-    def updated(self, ids: Tensor) -> None:
-        """Called by the optimizer when it has changed tokens `ids` [n] in `rows` and `states`."""
+    def updated(self) -> None:
+        """Called by the optimizer when it has changed `rows` and `states`."""
 
     def flush(self) -> None:
         """Write changed rows back to where they are stored, and forget any copies."""

@@ -33,7 +33,7 @@ CAN_USE_HOST_POINTER = 91
 if triton:
     # The kernel of `copy_records`. It gets pointers to stored [V, n_table, W], to on_device
     # [n_table, n_slot, W] and to moves [n, 2]. It copies the rows of n tokens in n_moved tables,
-    # from table `first` on; its programs take these n * n_moved rows in turn.
+    # from table `first` on: of P programs, number p copies rows p, p + P, p + 2 P, ... of these.
     # Sizes are not specialized: else Triton compiles anew in the middle of a run.
     @triton.jit(do_not_specialize=["n", "first", "n_moved", "n_slot"])
     def copy_kernel(

@@ -32,7 +32,7 @@ from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from common import UserError, make_parser, run
+from common import UserError, make_parser, run_command
 from model import Decoder, ModelConfig, decoder_class
 from tables.tables import Tables
 from training.huggingface import KINDS, read_model
@@ -449,4 +449,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    run_command(main)

@@ -55,7 +55,7 @@ class Command:
         sys.stderr = self.stderr
         sys.argv = self.argv
         disturb()
-        common.run(COMMANDS[self.argv[0]].main)
+        common.run_command(COMMANDS[self.argv[0]].main)
 
     def wait(self, *ok):
         """Wait for its end. Returns its exit code, which must be `ok`, and 1 or 2 with one line."""

@@ -29,7 +29,7 @@ from conftest import (
 )
 from naive import decoder, tokens
 
-from common import locked, run
+from common import locked, run_command
 from corpora import countries
 from lab import analyze, context, counterfact, editors, geometry, ladder, scale
 from lab import experiment as shared
@@ -375,7 +375,7 @@ def test_runs_are_told_when_an_analysis_is_stopped(data, tmp_path, monkeypatch):
     stopper = Thread(target=stop)
     stopper.start()
     with pytest.raises(SystemExit) as stopped:
-        run(analyze.main)
+        run_command(analyze.main)
     ended.set()
     stopper.join()
     assert stopped.value.code == 128 + signal.SIGTERM

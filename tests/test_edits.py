@@ -236,7 +236,6 @@ def test_an_answer_is_kept_as_the_model_opens_it(monkeypatch, stop, reply, expec
 def test_what_later_edits_are_to_leave_is_what_the_model_writes(encoding, ckpt, monkeypatch):
     saved = ckpt.with_name("saved.pt")
     monkeypatch.setattr("edit.as_written", lambda *_: [7, 8])
-    monkeypatch.setattr("edit.is_written", lambda *_: True)
     edited(ckpt, saved, write="S", **SPAIN)
     (fact,) = load_checkpoint(saved)["edits"][0]["facts"]
     assert fact == (encode(encoding, SPAIN["prompt"]), [7, 8])

@@ -124,7 +124,7 @@ def test_copies_overlap_compute(tmp_path):
             for _ in range(60):  # longer than it takes to gather the next rows
                 rows = rows @ square
         tables.zero_grad()
-        tables.updated(ids[0])  # writes them back, and keeps the next ones
+        tables.updated()  # writes them back, and keeps the next ones
         tables.transfers.finish()
         torch.cuda.synchronize()
 

@@ -95,4 +95,4 @@ def test_of_a_long_context_so_much_is_read_that_what_is_generated_has_room(opene
     monkeypatch.setattr("lab.harness.write", lambda *given, **_: read.append(given[2]) or iter([]))
     options = {"until": "no such text", "max_gen_toks": 5}
     opened.generate_until(requests((context, options)))
-    assert read == [encode(opened.encoding, context)[5 - opened.model.config.block_size :]]
+    assert read == [encode(opened.encoding, context)[4 - opened.model.config.block_size :]]

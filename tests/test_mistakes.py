@@ -135,7 +135,7 @@ def test_a_mistake_of_ones_own_is_a_traceback_that_ends_there(
         with pytest.raises(kind) as caught:
             if name == "train":
                 given = dict(ffn="mine", max_iters=2, eval_tokens=64)
-                common.run(lambda given=given: small_run(data, tmp_path / "out", **given))
+                common.run_command(lambda given=given: small_run(data, tmp_path / "out", **given))
             elif name == "sample":
                 command("sample.py", "--ckpt", right / "ckpt.pt")
             else:
@@ -305,7 +305,7 @@ def fail(said: str) -> None:
 )
 def test_no_memory_is_one_line(work):
     with pytest.raises(SystemExit, match=r"error: out of memory in .*, line \d+ \(.*\): lower"):
-        common.run(work)
+        common.run_command(work)
 
 
 def test_text_of_a_model_or_a_file_does_nothing_to_a_terminal(monkeypatch):
@@ -322,7 +322,7 @@ def test_text_of_a_model_or_a_file_does_nothing_to_a_terminal(monkeypatch):
         raise common.UserError(f"run it with 'a  b': {text}")
 
     with pytest.raises(SystemExit) as ended:
-        common.run(main)
+        common.run_command(main)
     visible = {letter for letter in text if unicodedata.category(letter) != "Cc"}
     for got in (terminal.buffer.getvalue().decode(), ended.value.code):
         assert visible <= {*got} <= visible | {*"\ufffd\n\t"}
@@ -336,7 +336,7 @@ def test_help_has_no_control_characters():
 
 def test_a_command_without_standard_output_ends_well(monkeypatch):
     monkeypatch.setattr(sys, "stdout", None)
-    common.run(lambda: print("unheard"))
+    common.run_command(lambda: print("unheard"))
 
 
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EINVAL, errno.ENOSPC])
@@ -354,6 +354,6 @@ def test_what_is_left_to_write_goes_nowhere(number, monkeypatch):
 
     with pytest.raises(SystemExit) as ended:
         monkeypatch.setattr(sys, "stdout", Gone())
-        common.run(lambda: print("x"))
+        common.run_command(lambda: print("x"))
     assert ended.value.code == (f"error: stdout: {reason}" if number == errno.ENOSPC else 1)
     assert os.path.samestat(os.fstat(file), os.stat(os.devnull))  # takes what is left to write

@@ -11,7 +11,7 @@ import torch
 from conftest import ROOT, assert_same_run, small_run
 from tqdm import tqdm
 
-from common import run
+from common import run_command
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_threads_change_no_digit(data, tmp_path):
 
 def test_a_bar_takes_no_lock_that_processes_share():
     """It starts a process where those do not fork, which warns if ours ends without cleaning up."""
-    run(lambda: None)
+    run_command(lambda: None)
     with tqdm(range(1), file=io.StringIO()) as bar:
         assert type(bar.get_lock()) is type(threading.RLock())

@@ -321,7 +321,7 @@ def test_ctrl_c_within_a_save_is_no_error_and_changes_nothing(out, monkeypatch, 
     saved = load_checkpoint(out / "ckpt.pt")
     monkeypatch.setattr(checkpoints, "open", Slow, raising=False)
     with pytest.raises(SystemExit) as ended:
-        common.run(lambda: write_checkpoint(out / "ckpt.pt", saved))
+        common.run_command(lambda: write_checkpoint(out / "ckpt.pt", saved))
     assert ended.value.code == 130 and len(written) >= at and contents(out) == before
 
 

@@ -99,7 +99,7 @@ def test_tables_for_which_there_is_no_memory_are_one_line(monkeypatch):
     monkeypatch.setattr(storage, "free_ram", lambda: math.inf)  # nobody knows
     monkeypatch.setattr(storage.mmap, "mmap", Mock(side_effect=no_room))
     with pytest.raises(SystemExit, match="error: out of memory"):
-        common.run(lambda: storage.RamStorage((2, 3, 4), torch.float32))
+        common.run_command(lambda: storage.RamStorage((2, 3, 4), torch.float32))
 
 
 def test_the_page_does_not_share_its_port_with_another_program(monkeypatch):

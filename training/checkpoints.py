@@ -43,10 +43,10 @@ from common import (
     all_finite,
     atomic,
     command_line,
+    printable,
     reading,
     remove,
     require_fields,
-    shown,
 )
 from model import Decoder, ModelConfig, decoder_class
 from tables.storage import ARRAYS, DiskStorage
@@ -77,7 +77,7 @@ RESUMABLE = dict(
     best=tuple[float, int],
     optimizer=dict[str, dict],
     objective=dict[bytes, float],
-    weights=list[float],
+    weights=list[float],  # shares of the folders in a mixture (Data.weights)
 )
 OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
 ID = re.compile("[0-9a-f]{8}")  # of a snapshot
@@ -234,8 +234,8 @@ def rows_put_in(storage: DiskStorage, weights: dict[str, Tensor]) -> dict[str, T
     the average of two checkpoints. What is stored stays as it is."""
     stored = storage.arrays["rows"]  # [V, n_table, W]
     tables = [weights[f"tables.weight.{table}"] for table in range(stored.shape[1])]  # [V, W] each
-    mine = zip(tables, stored.unbind(1), strict=True)
-    if all(table.data_ptr() == ours.data_ptr() for table, ours in mine):
+    pairs = zip(tables, stored.unbind(1), strict=True)
+    if all(table.data_ptr() == ours.data_ptr() for table, ours in pairs):
         return {}
     return {"rows": torch.stack(tables, 1).to(stored.dtype).view(stored.shape)}
 
@@ -344,7 +344,9 @@ def check_fields(checkpoint: dict) -> None:
         if not ID.fullmatch(name):
             raise Damage(f"tables named {name!r:.40}")
     for text in (*checkpoint["relatives"], *checkpoint["args"].values()):
-        if isinstance(text, str) and ("\n" in text or shown(text) != text):  # commands print them
+        if isinstance(text, str) and (
+            "\n" in text or printable(text) != text
+        ):  # commands print them
             raise Damage(f"a setting is {text!r:.40}")
 
 
@@ -356,7 +358,7 @@ def load_checkpoint(path: str | Path, verify: bool = False) -> dict:
     del checkpoint["replaced"]  # which is about the file, not what it holds
     now = digests(checkpoint["config"].ffn, checkpoint["config"].attention)
     for file in changed(checkpoint["relatives"], now):
-        print(shown(f"note: {file} has changed since {path} was written"), file=sys.stderr)
+        print(printable(f"note: {file} has changed since {path} was written"), file=sys.stderr)
     with reading(path, FIX):
         for name, weight in checkpoint["model"].items():
             if not all_finite(weight):

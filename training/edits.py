@@ -14,7 +14,7 @@ import regex
 import tiktoken
 import torch
 
-from common import UserError, check_ranges, flag
+from common import UserError, check_settings, flag
 from corpora import recall
 from corpora.countries import ABOUT_COUNTRIES, with_article
 from corpora.questions import of_chat, score_answers
@@ -60,7 +60,7 @@ class Edit:
     dtype: str = decoding_dtype_flag()
 
     def __post_init__(self) -> None:
-        check_ranges(self)
+        check_settings(self)
         for name in ("source", "target", "write"):  # with and without a space, both are tried
             setattr(self, name, getattr(self, name).strip(" "))
         if self.undo or self.facts:
@@ -426,13 +426,8 @@ def as_written(model: Decoder, located: Located) -> list[int]:
     return reply if said == expected else []
 
 
-def is_written(model: Decoder, located: Located) -> bool:
-    """Whether greedy decoding writes the whole answer, see `as_written`."""
-    return bool(as_written(model, located))
-
-
 # Why an edit may do nothing.
-LAST = "rows in the last layer alone change no more than the token after the name"
+ONLY_LAST_LAYER = "rows in the last layer alone change no more than the token after the name"
 
 
 def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Located) -> str:
@@ -443,7 +438,7 @@ def why_not_written(model: Decoder, encoding: tiktoken.Encoding, located: Locate
         if text[: len(prompt)] != prompt:  # as in Chinese
             return "in texts, a token reaches from the prompt into the answer: end it elsewhere"
     if not recall.reaches_ahead(model):
-        return LAST
+        return ONLY_LAST_LAYER
     return (
         "words that it never wrote as an answer are beyond a name's rows; others may be learned "
         "with another --prompt or --write, and in place of an earlier fact with its own --prompt"

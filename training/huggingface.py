@@ -22,9 +22,9 @@ from common import (
     all_finite,
     atomic,
     parse_json,
+    printable,
     reading,
     require_fields,
-    shown,
 )
 from model import Decoder, ModelConfig
 from text import tokenizer
@@ -146,7 +146,7 @@ def read_folder(folder: Path) -> tuple[Decoder, tiktoken.Encoding]:
     ends = {encoding.decode([i]) for i in eos_ids if 0 <= i < encoding.n_vocab}
     if ends and ends.isdisjoint(tokenizer.ENDS):
         note = f"note: {folder} ends texts with {', '.join(sorted(ends))}: sampling goes on there"
-        print(shown(note), file=sys.stderr)
+        print(printable(note), file=sys.stderr)
     return model, encoding
 
 

@@ -179,11 +179,12 @@ class Optimizer:
             for name, rmsprop in self.rmsprops.items():
                 rate = 1.0 if name == "wte" else self.table_rate
                 rmsprop.step(fraction * peaks[0] * rate)
+        else:
+            for rmsprop in self.rmsprops.values():
+                rmsprop.tables.zero_grad()
         self.scaler.update(finite)
         for parameter in params:
             parameter.grad = None
-        for rmsprop in self.rmsprops.values():
-            rmsprop.tables.zero_grad()  # of a step that was skipped
         return norm
 
     def owners(self) -> dict[str | int, Tensor]:

@@ -8,7 +8,7 @@ from common import (
     Parser,
     UserError,
     add_flags,
-    check_ranges,
+    check_settings,
     check_values,
     did_you_mean,
     flag,
@@ -63,18 +63,17 @@ STAGES = {
     "sft": Stage(reads="chat", rate=0.02, epochs=2),
     "dpo": Stage(reads="preference", rate=8e-5, epochs=1, objective=Preference),
 }
-# Of a text of one's own:
-PASSES = 1.7  # over it: the validation loss of a small model falls to their end
-ENOUGH = 150  # steps: if there would be fewer, batches get smaller
-MOST = 5000  # steps
-FEWEST = 60  # steps, of conversations and pairs, in stages with epochs
-# Settings for fine-tuning preset P in stage S, if the corpus is called P-S.
+TEXT_PASSES = 1.7  # over a text: the validation loss of a small model falls to their end
+MIN_TEXT_STEPS = 150  # if there would be fewer, batches get smaller
+MAX_TEXT_STEPS = 5000
+MIN_EPOCH_STEPS = 60  # of stages with epochs
+# Settings of fine-tuning by PRESET-STAGE, which is also what the corpus is called.
 FINE_TUNING = {
     "countries-sft": dict(learning_rate=1.5e-3, batch_size=64, max_iters=300),
     "countries-dpo": dict(learning_rate=3e-5, batch_size=32, max_iters=100),
 }
-# Flags allowed with --resume, where they change how a run computes, not what (data_dir: where the
-# same data are now), and with --eval_only.
+# Flags that --resume allows, as they change how a run computes, not what (data_dir: where the same
+# data are now), and those that --eval_only does.
 MACHINE_FLAGS = ("data_dir", "offload", "device", "dtype", "device_batch_size")
 RESUMABLE_FLAGS = (*MACHINE_FLAGS, "resume", "out_dir", "compile", "deterministic")
 EVAL_FLAGS = (*MACHINE_FLAGS, "eval_only", "init_from", "out_dir", "eval_tokens", "block_size")
@@ -198,8 +197,8 @@ class Settings:
         if self.table_state is None:
             # What consists of rows needs one second moment per number.
             self.table_state = "number" if self.model.embedding_only else "row"
-        check_ranges(self)
-        check_ranges(self.model)  # again, as a relative may have changed it
+        check_settings(self)
+        check_settings(self.model)  # again, as a relative may have changed it
         self.data_dir = str(self.data_dir)
         for name, kind in get_type_hints(type(self)).items():
             value = getattr(self, name)
@@ -319,15 +318,15 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
     batch_size = settings.batch_size
     if stage.epochs is not None:
         n_sequence = stage.epochs * metas[0]["train"]["documents"]  # of one folder
-        steps = max(FEWEST, n_sequence // batch_size)
+        steps = max(MIN_EPOCH_STEPS, n_sequence // batch_size)
     else:
         weights = parse_mixture(settings.data_dir).values()  # passes over what is read most
         n_token = min(m["train"]["tokens"] / w for m, w in zip(metas, weights, strict=True))
-        n_sequence = PASSES * n_token / settings.model.block_size
+        n_sequence = TEXT_PASSES * n_token / settings.model.block_size
         if not {"batch_size", "max_iters"} & set(given):
-            while batch_size > 1 and n_sequence / batch_size < ENOUGH:
+            while batch_size > 1 and n_sequence / batch_size < MIN_TEXT_STEPS:
                 batch_size //= 2
-        steps = min(max(1, round(n_sequence / batch_size)), MOST)
+        steps = min(max(1, round(n_sequence / batch_size)), MAX_TEXT_STEPS)
     steps = given.get("max_iters", steps)
     interval = max(1, steps // 4)
     if stage.epochs is None:  # of long runs a 30th
