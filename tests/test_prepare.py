@@ -344,6 +344,15 @@ def test_a_record_that_is_nested_too_deep_is_a_bad_line(tmp_path, monkeypatch):
     assert len(list(documents.read([path], report))) == len(TEXTS) and report.bad == 1
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_a_line_without_end_is_read_in_pieces(tmp_path, monkeypatch, name):
+    """As a small packed file may have, which would fill memory."""
+    monkeypatch.setattr(files, "RECORD", 1000)
+    (tmp_path / name).write_text("text\n" + "x" * (1 << 20))
+    with open(tmp_path / name, "rb") as raw, files.opened(tmp_path / name, raw) as file:
+        assert peak(lambda: deque(files.records(tmp_path / name, file), 0)) < 1 << 19
+
+
 # --- conversations and tokenizers ---
 
 

@@ -17,6 +17,7 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, TextIO
@@ -44,6 +45,7 @@ FROM_PARQUET = (
 # none, at the first line break after so many; a longer line is cut.
 DOCUMENT = 2000
 LONGEST = 10_000
+RECORD = 1 << 28  # characters of a line of records: a small packed file may have one without end
 
 # How Project Gutenberg's header and its license begin and end.
 NOTICES = {
@@ -187,10 +189,11 @@ def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
     """Yield the records of a file, or ValueErrors where there is none, each with its number: of its
     line, or of the element."""
     ending = ending_of(path)
+    lines = iter(partial(file.readline, RECORD), "")
     if ending in TABLES:
-        yield from rows(path, file)
+        yield from rows(path, lines)
         return
-    start = next((line for line in file if line.strip()), "") if ending == ".json" else ""
+    start = next((line for line in lines if line.strip()), "") if ending == ".json" else ""
     # An array, or a record over several lines, is not streamed.
     is_array = start.lstrip().startswith("[")
     if is_array or (start and isinstance(record_of(start), ValueError)):
@@ -199,8 +202,8 @@ def records(path: Path, file: TextIO) -> Iterator[tuple[int, Any]]:
         if is_array or not isinstance(whole, ValueError):
             yield from enumerate(whole if isinstance(whole, list) else [whole], 1)
             return
-        start, file = "", io.StringIO(text)  # lines, of which the first is bad
-    for number, line in enumerate(chain([start], file), int(bool(start))):
+        start, lines = "", io.StringIO(text)  # of which the first is bad
+    for number, line in enumerate(chain([start], lines), int(bool(start))):
         if line.strip():
             yield number, record_of(line)
 
@@ -215,14 +218,14 @@ def record_of(text: str) -> Any:
     return record
 
 
-def rows(path: Path, file: TextIO) -> Iterator[tuple[int, dict[str, str] | ValueError]]:
+def rows(path: Path, lines: Iterator[str]) -> Iterator[tuple[int, dict[str, str] | ValueError]]:
     """Yield a table's rows with the numbers of their last lines, or ValueErrors for rows with more
     cells than names. Tabs divide the cells of a .tsv, else of comma, semicolon and tab the one that
     the first line has most often. UserError: quotes do not match, or two columns have one name."""
     csv.field_size_limit(2**31 - 1)
-    head = next(file, "")
+    head = next(lines, "")
     delimiter = "\t" if ending_of(path) == ".tsv" else max(",;\t", key=head.count)
-    reader = csv.reader(chain([head], file), delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([head], lines), delimiter=delimiter, strict=True)
     try:
         names = [name.strip().lower() for name in next(reader, [])]
         for name, n in Counter(filter(None, names)).items():
