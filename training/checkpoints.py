@@ -344,9 +344,8 @@ def check_fields(checkpoint: dict) -> None:
         if not ID.fullmatch(name):
             raise Damage(f"tables named {name!r:.40}")
     for text in (*checkpoint["relatives"], *checkpoint["args"].values()):
-        if isinstance(text, str) and (
-            "\n" in text or printable(text) != text
-        ):  # commands print them
+        is_text = isinstance(text, str)
+        if is_text and ("\n" in text or printable(text) != text):  # commands print them
             raise Damage(f"a setting is {text!r:.40}")
 
 
