@@ -48,6 +48,10 @@ class Experts(model.SwiGLU):
         counts = experts.bincount(minlength=self.n_expert).tolist()  # a host-device sync
         tokens = x.flatten(0, 1).index_select(0, order // self.top_k)  # [B * T * top_k, n_embd]
         parts = tokens.split(counts)
+        for module in (self.gate, self.up, self.down):
+            assert type(module).forward is nn.Linear.forward, (
+                f"experts read weights of gate, up and down: they call no {type(module).__name__}"
+            )
         gates = self.gate.weight.chunk(self.n_expert)  # [d_ff / top_k, n_embd] each
         ups = self.up.weight.chunk(self.n_expert)
         downs = self.down.weight.chunk(self.n_expert, dim=1)  # [n_embd, d_ff / top_k] each
@@ -83,12 +87,17 @@ class MoEFFN(Experts):
         self.router = nn.Linear(config.n_embd, self.n_expert, bias=False)
         self.balance = config.balance
 
+    def __getstate__(self) -> dict:
+        """A copy has no graph, as of a forward pass without targets."""
+        return {**vars(self), "auxiliary_loss": None}
+
     def forward(self, x: Tensor, rows: None) -> Tensor:
         """x [B, T, n_embd] -> [B, T, n_embd]."""
-        p = self.router(x).softmax(-1, dtype=torch.float32)  # [B, T, n_expert]
+        wide = torch.promote_types(x.dtype, torch.float32)
+        p = self.router(x).softmax(-1, dtype=wide)  # [B, T, n_expert]
         weight, chosen = p.topk(self.top_k)  # [B, T, top_k]
         if self.training:
-            share = F.one_hot(chosen, self.n_expert).float().mean((0, 1, 2))  # f, [n_expert]
+            share = F.one_hot(chosen, self.n_expert).to(wide).mean((0, 1, 2))  # f, [n_expert]
             mean_p = p.mean((0, 1))  # [n_expert]
             self.auxiliary_loss = self.balance * self.n_expert * (share * mean_p).sum()
         weight = (weight / weight.sum(-1, keepdim=True)).to(x.dtype)
@@ -108,6 +117,10 @@ class Decoder(model.Decoder):
         logits, loss = super().forward(ids, targets, **options)
         if loss is not None and self.training:
             balance = torch.stack([block.ffn.auxiliary_loss for block in self.blocks]).sum()
+            is_trained = any(block.ffn.router.weight.requires_grad for block in self.blocks)
+            assert balance.requires_grad or not (is_trained and loss.requires_grad), (
+                "the routers' losses have lost their graph: checkpoint with use_reentrant=False"
+            )
             loss = loss + balance
             for block in self.blocks:  # a copy of the model cannot have its graph
                 block.ffn.auxiliary_loss = None

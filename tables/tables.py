@@ -140,9 +140,10 @@ class Tables(nn.Module):
             yield F.embedding(position, leaf)
 
     def read(self, table: int, slots: Tensor) -> Tensor:
-        """A copy of the rows in these slots [n] of a table, in float32, on the compute device:
-        [n, W]."""
-        return self.rows(table).detach().index_select(0, slots).float()
+        """A copy of the rows in these slots [n] of a table, in float32 or more, on the compute
+        device: [n, W]."""
+        rows = self.rows(table).detach().index_select(0, slots)
+        return rows.to(torch.promote_types(rows.dtype, torch.float32))
 
     def distinct(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """ids of any shape -> distinct ids [n] in ascending order, and the position of each id in

@@ -5,11 +5,13 @@ test_attention.py. FLOPs: test_costs.py."""
 import collections
 import copy
 import random
+from functools import partial
 
 import pytest
 import torch
 from conftest import config_source, refused, user_error
 from naive import LAYERS, SIZES, TINY, decoder, tokens
+from torch.utils.checkpoint import checkpoint
 
 from model import Decoder, ModelConfig, decoder_class, relatives
 from relatives import linear
@@ -100,6 +102,64 @@ def test_experts_can_be_copied_between_steps():
     model, ids = decoder(ffn="moe").train(), tokens(2, 9)
     model(ids, ids)[1].backward()
     assert torch.equal(copy.deepcopy(model)(ids, ids)[1], model(ids, ids)[1])
+    model(ids)[0].sum().backward()  # a loss of one's own leaves the graph of the routers' losses
+    assert torch.equal(copy.deepcopy(model)(ids, ids)[1], model(ids, ids)[1])
+
+
+@pytest.mark.parametrize("ffn", ["moe", "hash_moe"])
+def test_experts_refuse_layers_that_they_would_not_call(ffn):
+    """As LoRA's, which have the weight of what they wrap."""
+
+    class Wrapper(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    model, ids = decoder(ffn=ffn), tokens(2, 9)
+    before = model(ids)[0]
+    torch.nn.utils.parametrizations.weight_norm(model.blocks[0].ffn.up)  # which they read
+    assert_close(model(ids)[0], before)
+    model.blocks[0].ffn.gate = Wrapper(1, 1)
+    with pytest.raises(AssertionError, match="they call no Wrapper"):
+        model(ids)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of checkpoint
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_losses_of_routers_keep_their_gradients_or_say_that_they_cannot(reentrant):
+    model, ids = decoder(ffn="moe", balance=1.0).train(), tokens(2, 9)
+    model(ids, ids)[1].backward()
+    expected = [block.ffn.router.weight.grad for block in model.blocks]
+    model = decoder(ffn="moe", balance=1.0).train()
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=reentrant)
+    if reentrant:
+        with pytest.raises(AssertionError, match="use_reentrant=False"):
+            model(ids, ids)
+        model.eval()(ids, ids)
+    else:
+        model(ids, ids)[1].backward()
+        assert_close([block.ffn.router.weight.grad for block in model.blocks], expected)
+
+
+@pytest.mark.parametrize("ffn", ["stem", "embformer", "moe", "engram"])
+def test_gradients_in_double_precision_are_those_of_differences(ffn):
+    model, ids = decoder(ffn=ffn).double().train(), tokens(1, 9)
+    weight, at = model.blocks[1].attn_norm.weight, 3
+    if model.config.embedding_only:
+        weight, at = model.wte.weight, (5, 3)
+    model(ids, ids)[1].backward()
+    found = [(weight, at, weight.grad[at])]
+    if len(model.tables.weight):
+        read, grads = model.tables.gradients()
+        found.append((model.tables.weight[0], (read[0], 3), grads[0][0, 3]))
+    for numbers, at, grad in found:
+        losses = []
+        for step in (1e-6, -2e-6):
+            numbers.data[at] += step
+            losses.append(model(ids, ids)[1].item())
+        torch.testing.assert_close(
+            (losses[0] - losses[1]) / 2e-6, grad.item(), rtol=1e-5, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("ffn", ["dense", "engram", "stem_ngrams"])
