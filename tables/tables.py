@@ -193,9 +193,9 @@ class Tables(nn.Module):
         self.watch.taken()
         assert self.merged, (
             "no rows were differentiated since the last step: are they used? Is the model in "
-            "train() mode? Have tables become parameters, by its requires_grad_(True) (then call "
-            "requires_grad_(False) of each of tables.weight), or been frozen after their optimizer "
-            "was made?"
+            "train() mode, and the optimizer's own (copy both at once)? Have tables become "
+            "parameters, by its requires_grad_(True) (then call requires_grad_(False) of each of "
+            'tables.weight), or been frozen after that was made (del optimizer.rmsprops["tables"])?'
         )
         return self.merged
 
