@@ -1,6 +1,6 @@
 """Speed and memory, always two things side by side in one run.
 
-    python lab/bench.py all --quick          # everything small, in a minute or two
+    python lab/bench.py all --quick          # everything small, in seconds
     python lab/bench.py train                # kinds of layers, eager and compiled
     python lab/bench.py train --preset minimind-26m      # ... of that shape
     python lab/bench.py decode               # one token at a time
