@@ -11,6 +11,7 @@ import secrets
 import shlex
 import shutil
 import signal
+import stat
 import sys
 import threading
 from argparse import (
@@ -65,7 +66,7 @@ OUT_OF_MEMORY = (
 
 
 # Characters that may do anything to a terminal: clear it, or take text for what somebody typed.
-CONTROL = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f]")
+CONTROL = re.compile(r"[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]|\r(?!\n)")
 
 
 def printable(text: str) -> str:
@@ -556,8 +557,9 @@ def locked(folder: str | Path) -> Iterator[None]:
     is_new = not os.path.lexists(lock)
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        if not is_new and (lock.is_symlink() or not lock.is_file()):
-            raise UserError(f"{lock} is no file of ours: delete it")
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISREG(os.lstat(lock).st_mode):
+                raise UserError(f"{lock} is no file of ours: delete it")
         file = open(lock, "a")  # noqa: SIM115
     with file:
         if fcntl:

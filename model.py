@@ -117,8 +117,6 @@ class ModelConfig:
         if self.embedding_only and self.head_dim * n_head != n_embd:
             raise UserError(f"head_dim {self.head_dim}: Embformer's heads share its channels")
         kinds = self.attention.split(",")
-        if len(kinds) > self.n_layer:
-            raise UserError(f"--attention {self.attention} names more kinds than there are layers")
         self.attention_kinds = [kinds[layer % len(kinds)] for layer in range(self.n_layer)]
 
     @property

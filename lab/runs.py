@@ -68,7 +68,7 @@ def judged_on(start: dict) -> list:
     args = start["args"]
     objective = STAGES.get(args.get("stage"), STAGES["pretrain"]).objective.__name__
     tokens = [start["data"], args["block_size"], args.get("eval_tokens")]
-    return [*tokens, objective, args.get("doc_mask")]
+    return [*tokens, objective, bool(args.get("doc_mask"))]
 
 
 def compared(run: Run) -> list:

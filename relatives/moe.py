@@ -117,8 +117,9 @@ class Decoder(model.Decoder):
         logits, loss = super().forward(ids, targets, **options)
         if loss is not None and self.training:
             balance = torch.stack([block.ffn.auxiliary_loss for block in self.blocks]).sum()
-            is_trained = any(block.ffn.router.weight.requires_grad for block in self.blocks)
-            assert balance.requires_grad or not (is_trained and loss.requires_grad), (
+            routers = [p for block in self.blocks for p in block.ffn.router.parameters()]
+            is_trained = loss.requires_grad and any(p.requires_grad for p in routers)
+            assert balance.requires_grad or not is_trained, (
                 "the routers' losses have lost their graph: checkpoint with use_reentrant=False"
             )
             loss = loss + balance

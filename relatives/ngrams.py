@@ -34,8 +34,9 @@ class Config(model.ModelConfig):
 class NgramDecoder(model.Decoder):
     """Addresses of n-grams (Engram: DeepSeek, arXiv 2601.07372, section 2.2, and its code).
 
-    With a prime p for each order n and head k, and odd multipliers m = 2 r + 1, where r is drawn
-    below (2^63 - 1) / V / 2 by NumPy's generator, seeded by 10007 times the first layer's number:
+    With a prime p for each order n and head k, and odd multipliers m = 2 r + 1, where NumPy's
+    generator draws r below (2^63 - 1) / V / 2, seeded by 10007 times the number of the first layer
+    with rows, from 0:
 
         mix_n = t m_0 xor (the token before) m_1 xor ... (n - 1 tokens before) m_(n-1)
         address_(n, k) = mix_n mod p_(n, k) + the sum of all primes before

@@ -137,7 +137,7 @@ def test_runs_of_other_text_or_made_longer_are_other_rows(tmp_path):
 
 def test_losses_over_other_windows_are_said_to_differ(tmp_path, capsys):
     others = ({"block_size": 64}, {"eval_tokens": 512}, {"doc_mask": True}, {"stage": "dpo"})
-    for other in ({}, {"stage": "midtrain"}, {"stage": "a reader's"}, *others):
+    for other in ({}, {"doc_mask": False}, {"stage": "midtrain"}, {"stage": "a reader's"}, *others):
         n_note = int(other in others)
         lines = [{**RUN, "args": {**ARGS, "ffn": "dense", **other}}, *RECORDS[1:]]
         runs([made(tmp_path / "stem"), made(tmp_path / "dense", lines)], tmp_path / "x.png")

@@ -466,6 +466,8 @@ def test_eval_only_prints_the_figures_of_the_run_and_writes_nothing(trained, dat
     last = read_run(out)["eval"][-1]
     n = read_meta(data)["val"]["tokens"] - 1  # that can be predicted
     of_all = f"(256 of {n:,} held-out tokens, in windows of {SHAPE['block_size']}, in float32)"
+    masked = small_run(data, tmp_path / "masked", doc_mask=True, max_iters=1)
+    assert "within documents)" in command("train.py --eval_only --out_dir", masked).stdout
     for said, folder in zip(command(line).stdout.splitlines(), (data, other), strict=True):
         assert f"ckpt.pt on {folder}" in said and f"val loss {last['val_loss']:.5g}" in said
         assert f"val loss per byte {last['val_loss_per_byte']:.5g} {of_all}" in said

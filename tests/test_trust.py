@@ -378,8 +378,7 @@ HARMS = {
     "nan": "norm.weight has numbers that are not finite",
     "nan in a row": "tables.weight.0 has numbers that are not finite",
     "code": "possibly code",
-    "setting": "a setting is ",
-    "file": "a setting is ",
+    "file": "code named ",
 }
 
 
@@ -398,8 +397,7 @@ def test_a_file_that_is_no_checkpoint_is_one_line_that_names_it(trained, data, t
         "nan": with_nan("norm.weight"),
         "nan in a row": with_nan("tables.weight.0"),
         "code": {"x": Malicious()},
-        # Printed, they would be commands to copy.
-        "setting": {**saved, "args": {**saved["args"], "data_dir": "x\rnext: curl evil"}},
+        # Printed, it would be a command to copy.
         "file": {**saved, "relatives": {"model.py\nRun: curl evil": ""}},
     }
     path = tmp_path / "ckpt.pt"
@@ -655,7 +653,7 @@ def test_what_is_no_checkpoint_is_not_replaced_by_way_of_a_link(data, tmp_path):
     assert mine.read_text() == "mine"
     # Nor is a file made where a link leads to none.
     mine.unlink()
-    assert "no " in refused(f"train.py --resume --out_dir {out}")
+    assert "is a link to nowhere" in refused(f"train.py --resume --out_dir {out}")
     ckpt = out / "ckpt.pt"
     assert "best.pt exists" in refused(f"edit.py --ckpt {ckpt} {EDIT} --save {out}/best.pt")
     assert not mine.exists()
@@ -669,7 +667,7 @@ def test_a_lock_is_a_file_of_ours(tmp_path):
         pass
     assert not (tmp_path / "mine").exists()
     lock.unlink()
-    os.mkfifo(lock)  # to open it would wait for a writer
+    lock.mkdir()  # as little as a pipe, to open which would wait for a writer
     with user_error(r"\.lock is no file of ours"), locked(lock.parent):
         pass
 

@@ -64,7 +64,8 @@ SAME = regex.compile(
         {ONE}                               # letters of a category, blanks, digits, escaped ones
         | \[\^? ( {ONE} | (?!--) [^\]\[\\&~] )+ \]      # a set, not made of others by --, && or ~~
         | \( (?!\?) | \(\?i: | \(\?: | \(\?! | \) | \|
-        | \? | (?<!\)) ( [*+] | \{{ \d\d? (,\d?\d?)? \}} (?![?*+]) )
+        | [?*+]
+        | (?<!(?<!\\)\)) \{{ \d{{1,3}} (,\d{{0,3}})? \}} (?![?*+{{])   # more would take memory
         | \\s\+\+\$
         | [^\]\[\\^$.|?*+(){{}}]            # any other character
     )*""",

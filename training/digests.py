@@ -21,7 +21,7 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
     while waiting:
         name = waiting.pop()
         path = model.RELATIVES / f"{name}.py"
-        if name in found or not name.isidentifier() or not path.exists():
+        if name in found or path not in model.RELATIVES.glob("*.py"):
             continue
         code = path.read_bytes()
         found[name] = hashlib.sha256(code).hexdigest()

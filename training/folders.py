@@ -81,8 +81,10 @@ def run_folder(out_dir: Path, names: tuple[str, ...] = ("ckpt.pt", "best.pt")) -
             path = out_dir / name
             if not path.is_symlink():  # to a folder that is not locked
                 clear(path)
-            else:  # anything there would be replaced, or a file made where there is none
+            elif os.path.exists(path):  # else anything there would be replaced
                 read_checkpoint(path)
+            else:  # a file would be made there
+                raise UserError(f"{path} is a link to nowhere: delete it")
         live = live_tables(out_dir)
         remove(live)
         ranks.wait()

@@ -311,6 +311,9 @@ def new_settings(given: dict, metas: list[dict], base: dict | None) -> Settings:
         fitting = (n for n in range(1, part + 1) if values["batch_size"] % n == 0)
         values["device_batch_size"] = max(fitting)
     settings = Settings.from_flat(values)
+    attention = settings.model.attention
+    if base is None and len(attention.split(",")) > settings.model.n_layer:
+        raise UserError(f"--attention {attention} names more kinds than there are layers")
 
     # 2) what the size of the data decides, unless it is given
     if stage.epochs is None and preset != "prose":
