@@ -88,7 +88,7 @@ class MoEFFN(Experts):
         self.balance = config.balance
 
     def __getstate__(self) -> dict:
-        """A copy has no graph, as of a forward pass without targets."""
+        """A copy cannot have the graph of the last forward pass."""
         return {**vars(self), "auxiliary_loss": None}
 
     def forward(self, x: Tensor, rows: None) -> Tensor:
@@ -123,6 +123,4 @@ class Decoder(model.Decoder):
                 "the routers' losses have lost their graph: checkpoint with use_reentrant=False"
             )
             loss = loss + balance
-            for block in self.blocks:  # a copy of the model cannot have its graph
-                block.ffn.auxiliary_loss = None
         return logits, loss

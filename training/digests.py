@@ -17,11 +17,12 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
     imports from there."""
     root = Path(model.__file__).parent
     found = {name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in CORE}
+    files = set(model.RELATIVES.glob("*.py"))  # a checkpoint may name others, as ../mine
     waiting = [ffn, *(kind.partition(":")[0] for kind in attention.split(","))]
     while waiting:
         name = waiting.pop()
         path = model.RELATIVES / f"{name}.py"
-        if name in found or path not in model.RELATIVES.glob("*.py"):
+        if name in found or path not in files:
             continue
         code = path.read_bytes()
         found[name] = hashlib.sha256(code).hexdigest()
