@@ -22,7 +22,7 @@ from lab.experiment import (
     last_start,
     pick,
 )
-from lab.pictures import draw_means, interval, markdown, off, plt
+from lab.pictures import COLORS, draw_means, interval, markdown, off, plt
 from model import Decoder, ModelConfig, relatives
 from text.dataset import read_meta
 from training.records import read_run
@@ -46,8 +46,13 @@ VARIANTS = {
     "engram, half, one table": {**ENGRAM, "engram_table": "one", "ngram_rows": 3 * 2**15},
     "engram, half, in the FFN": {**ENGRAM, "engram_place": "ffn"},
 }
-# In the picture.
-NAMED = ("dense", "STEM, third", "STEM, all", "Embformer", "memory", "ple", "engram", "stem_ngrams")
+# In the picture, and of these, whose names stand to the left of the points.
+NAMED = (
+    *("dense", "dense, as many parameters", "hash_moe", "pkm", "ple", "engram", "bigram", "bank"),
+    *("memory", "STEM, third", "STEM, all", "stem_additive", "Embformer", "deepembed"),
+    "stem_ngrams",
+)
+LEFT = ("memory", "stem_additive")
 CONTROLS = pick("dense", "STEM, third", "STEM, all")  # of one's own kinds
 
 
@@ -179,16 +184,15 @@ def draw(experiment: Experiment, losses: dict[str, list[float]], read: dict[str,
     for name in sorted(losses, key=lambda name: name in NAMED):  # these above the others
         named = name in NAMED or len(losses) <= len(NAMED)
         x, y = read[name] / 1024, statistics.fmean(losses[name])
-        side = "right" if name == "memory" else "left"  # of its name, where there is room
-        color = None if named else "0.8"
-        bars = draw_means(axes, [x], [losses[name]], fmt="o", color=color)
+        side = "right" if name in LEFT else "left"  # of its name, where there is room
+        color = COLORS.get(name, "0.4") if named else "0.8"
+        draw_means(axes, [x], [losses[name]], fmt="o", color=color)
         if named:
             place = {"xytext": (6 if side == "left" else -6, 0), "textcoords": "offset points"}
-            color = bars.lines[0].get_color()
             axes.annotate(name, (x, y), ha=side, va="center", color=color, **place)
     axes.set_xscale("symlog", linthresh=0.25, base=2)
     axes.xaxis.set_major_formatter("{x:g}")
-    axes.margins(x=0.14)  # for names
+    axes.margins(x=0.16)  # for names
     axes.set_xlabel("KiB of rows that a token reads")
     axes.set_ylabel("validation loss (nats per token), 95 % intervals")
     experiment.picture("ladder", figure)

@@ -1,8 +1,9 @@
 """Tables and pictures of several runs."""
 
+import itertools
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import matplotlib
@@ -14,6 +15,16 @@ from matplotlib.container import ErrorbarContainer
 from common import atomic
 
 plt.rcParams.update({"axes.grid": True, "grid.alpha": 0.3, "figure.constrained_layout.use": True})
+
+# Of the kinds that most pictures have, in all of them; other kinds take the others in turn.
+COLORS = {"dense": "black", "STEM, all": "C0", "STEM, third": "C9", "Embformer": "C3"}
+OTHER_COLORS = ("C1", "C2", "C4", "C5", "C6", "C7", "C8", "tan")
+
+
+def colors(names: Iterable[str]) -> dict[str, str]:
+    """A color for each kind."""
+    others = itertools.cycle(OTHER_COLORS)
+    return {name: COLORS.get(name) or next(others) for name in names}
 
 
 def markdown(rows: list[dict[str, str]]) -> str:

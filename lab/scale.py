@@ -15,7 +15,7 @@ from torch import Tensor
 from common import UserError
 from lab.experiment import KINDS, Experiment, Flags, Kinds, best_learning_rates, diverged
 from lab.ladder import dense_of_equal_costs
-from lab.pictures import draw_means, interval, markdown, plt
+from lab.pictures import colors, draw_means, interval, markdown, plt
 from model import Decoder
 from text.dataset import read_meta
 from train import resolve_settings
@@ -131,12 +131,15 @@ def report(experiment: Experiment, preset: str, found: Found) -> None:
     print(f"--preset {preset}:\n\n{markdown(rows)}")
     figure, both = plt.subplots(1, 2, figsize=(10, 4.5))
     drawn = {"validation loss": losses, "minus that of dense": gaps}
+    ticks = dict.fromkeys(million for _, million in by_size)
     for axes, (title, figures) in zip(both, drawn.items(), strict=True):
-        for name in dict.fromkeys(name for name, _ in by_size):
+        for name, color in colors(dict.fromkeys(name for name, _ in by_size)).items():
             sizes = [million for other, million in by_size if other == name]
             points = [figures(found, name, million) or [math.nan] for million in sizes]
-            draw_means(axes, sizes, points, marker=".", label=name)
+            draw_means(axes, sizes, points, marker=".", label=name, color=color)
         axes.set(xscale="log", xlabel="million tokens", ylabel=f"{title} (nats, 95 % intervals)")
+        axes.set_xticks(list(ticks), [f"{million:g}" for million in ticks])
+        axes.minorticks_off()
     both[0].legend(fontsize=8)
     experiment.picture(f"scale-{preset}", figure)
 

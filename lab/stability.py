@@ -10,7 +10,7 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from lab.experiment import HASH_LAYERS, Experiment, Run, pick
-from lab.pictures import interval, markdown, plt
+from lab.pictures import colors, interval, markdown, plt
 from training.records import read_run
 
 REACH = 10  # steps before and after that a spike stands out of
@@ -34,7 +34,7 @@ def stability(experiment: Experiment) -> None:
         axes = panels[0, rates.index(rate)]
         axes.set(title=f"learning rate {rate:g}", xlabel="step", yscale="log")
         for run in runs:
-            axes.plot(losses(run), color=f"C{list(COMPARED).index(name)}", linewidth=0.7)
+            axes.plot(losses(run), color=colors(COMPARED)[name], linewidth=0.7)
         axes.lines[-1].set_label(name)
         axes.yaxis.set_major_formatter("{x:g}")  # 2, not 2 x 10^0
         axes.yaxis.set_minor_formatter("{x:g}")
