@@ -98,7 +98,7 @@ def pad_together(
     first: Sequence[Sequence[int]], second: Sequence[Sequence[int]], filler: int = 0
 ) -> Tensor:
     """Join the rows of first and second, padded on the right: [N, T]."""
-    rows = [torch.tensor([*a, *b]) for a, b in zip(first, second, strict=True)]
+    rows = [torch.tensor([*a, *b]).long() for a, b in zip(first, second, strict=True)]
     return pad_sequence(rows, batch_first=True, padding_value=filler)
 
 

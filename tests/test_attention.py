@@ -142,6 +142,19 @@ def test_no_tensor_of_a_step_grows_with_the_square_of_the_length(attention, grow
     assert most[1] / most[0] == pytest.approx(growth, rel=0.1)
 
 
+def test_a_window_longer_than_the_text_costs_what_the_text_does():
+    """As Mistral's 4,096 in a small context; what it gives is that of full attention."""
+    ids = tokens(2, 31)
+    losses, most = [], []
+    for attention in ("full", "window:999"):
+        with Largest() as largest:
+            _, loss = decoder(attention=attention)(ids, ids, documents=documents_of(ids))
+        losses.append(loss)
+        most.append(largest.numbers)
+    assert_close(losses[1], losses[0])
+    assert most[1] <= 2 * most[0]
+
+
 def test_the_kernels_of_macs_get_what_they_read_rightly(monkeypatch):
     """In PyTorch 2.8 to 2.11, they take strided heads of several texts for contiguous ones: issues
     163597, 170837 and 181133."""

@@ -40,8 +40,10 @@ def test_score_agrees_with_generating():
         written = model.generate(torch.tensor([prompt]), 1 + len(prompt), temperature=0)
         answers.append(written[0, len(prompt) :].tolist())
     answers[1][-1] = (answers[1][-1] + 1) % model.config.vocab_size
+    prompts.insert(0, [9])
+    answers.insert(0, [])  # nothing is asked
     greedy, probability = score_answers(model, prompts, answers)
-    assert greedy.tolist() == [True, False, True]
+    assert greedy.tolist() == [True, True, False, True]
     for prompt, answer, found in zip(prompts, answers, probability, strict=True):
         p = model(torch.tensor([prompt + answer]))[0][0, len(prompt) - 1 :].softmax(-1)
         expected = math.prod(p[n, token].item() for n, token in enumerate(answer))

@@ -61,8 +61,9 @@ def train(texts: Iterable[str], vocab_size: int, min_count: int = 2) -> tiktoken
 
 
 def cuts_character(token: bytes) -> bool:
-    """Whether a token has a character of three or four bytes, as in Chinese, beside a part of one:
-    it would join words that no blank divides, and no prompt could end between them."""
+    """Whether a token begins a character of three or four bytes, as in Chinese, beside something
+    else, and is not whole characters: it would join words that no blank divides, and no prompt
+    could end between them."""
     has_none = max(token) < 0xE0
     is_one = max(token[1:]) < 0xC0  # or a part of it: no second one begins
     is_whole = token.decode(errors="ignore").encode() == token
