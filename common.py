@@ -134,6 +134,7 @@ def python_line(*words: object) -> str:
 
 # What the value of a flag must be, in words and as a test, which NaN and infinity never pass.
 RANGES: dict[str, Callable[[Any], bool]] = {
+    "a file, such as out/new/ckpt.pt": lambda value: str(value).endswith(".pt"),
     "at least 1": lambda value: value >= 1,
     "at least 259": lambda value: value >= 259,
     "from 1 to 10,000": lambda value: 1 <= value <= 10_000,
@@ -197,6 +198,21 @@ def expanded(path_type: type, text: str) -> Any:
     return path_type(",".join(map(os.path.expanduser, text.split(","))))
 
 
+# What other programs call our flags, where no letters say so.
+ELSEWHERE = {
+    "--checkpoint": "--ckpt",
+    "--dataset": "--data_dir",
+    "--epochs": "--max_iters",
+    "--eval_iters": "--eval_tokens",
+    "--gradient_accumulation_steps": "--device_batch_size",
+    "--model": "--ckpt",
+    "--out": "--save",
+    "--out_dir": "--ckpt",
+    "--start": "--prompt",
+    "-n": "--max_new_tokens",
+}
+
+
 def initials(name: str) -> str:
     """The initials of a flag, as a flag: --lr for --learning_rate."""
     return "--" + "".join(word[:1] for word in name.lstrip("-").split("_"))
@@ -204,9 +220,11 @@ def initials(name: str) -> str:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """What to say after an unknown name: which of the known ones may be meant, or nothing."""
-    close = get_close_matches(name, known, 1, 0.8)
+    close = [other for other in known if other == ELSEWHERE.get(name)]
+    close += get_close_matches(name, known, 1, 0.8)
     close += [other for other in known if initials(other) == f"--{name.lstrip('-')}"]  # --lr
     close += [other for other in known if other.startswith(name)]  # --max_new
+    close += [other for other in known if name.startswith(f"{other}_")]  # --warmup_iters
     return f"; did you mean {close[0]}?" if close else ""
 
 
@@ -220,12 +238,14 @@ class Parser(ArgumentParser):
         if unknown:
             name = unknown[0].partition("=")[0]
             meant = did_you_mean(name, self._option_string_actions)
-            if not name.startswith("-"):
+            if not meant and not name.startswith("-"):
                 meant = "; a value follows the name of its flag"
             self.error(f"unrecognized{self.chosen}: {' '.join(unknown)}{meant}")
         return given
 
     def error(self, message: str) -> NoReturn:
+        # Of --compile=False, argparse says that it ignores False.
+        message = message.replace("ignored explicit argument", "takes no value, not")
         self.exit(2, f"error: {' '.join(message.split())} (-h lists all flags)\n")
 
 

@@ -50,7 +50,12 @@ class Conversion:
     """The flags of this command."""
 
     source: Path = flag(MISSING, "a folder of Hugging Face, or a dense ckpt.pt")
-    out: Path | None = flag(None, "the checkpoint to write, a new file", shown="or --export")
+    out: Path | None = flag(
+        None,
+        "the checkpoint to write, a new file",
+        must="a file, such as out/new/ckpt.pt",
+        shown="or --export",
+    )
     export: Path | None = flag(
         None, "instead: write a dense ckpt.pt (no other has a class there) as a new folder"
     )
@@ -127,6 +132,9 @@ def main() -> None:
         f"wrote {path}: {config.ffn} model, {config.n_layer} layers x {config.n_embd}, "
         f"vocabulary {config.vocab_size:,}, {sizes['total'] / 1e6:.2f} M parameters"
     )
+    if settings.ffn is None:  # trained on a text that is not here
+        print(f"next: {command_line('sample.py', '--ckpt', path)}")
+        return
     data_dir = settings.data_dir or training["args"].get("data_dir", "DATA")
     more = ["--data_dir", data_dir, "--out_dir", "out/trained"]
     stage = training["args"].get("stage", "pretrain")

@@ -70,7 +70,7 @@ class ModelConfig:
         of=lambda ffn: ffn == "embformer",
     )
     attention: str = flag("full", "full, window:64, or by layer, repeated: window:64,full")
-    tie_head: bool | None = flag(None, "head = input embedding", shown="only for embformer")
+    tie_head: bool | None = flag(None, "head = input embedding", shown="off; embformer: on")
     dropout: float = flag(0.0, "dropout probability", must="0 or more and below 1")
     # Channels of a head; None: the heads share n_embd channels.
     head_dim: int | None = field(default=None, metadata=dict(must="at least 1"))

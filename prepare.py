@@ -268,11 +268,15 @@ def propose(settings: Preparation, meta: dict) -> None:
     name = next(name for name, stage in STAGES.items() if stage.reads == meta["kind"])
     if name == "pretrain":
         out_dir = f"out/{folder.name}"
-        words = ["--data_dir", folder, "--out_dir", out_dir]
+        words = ["--data_dir", folder]
         # The last token is a target alone.
         longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
-        if longest < PRESETS["prose"]["block_size"]:
+        if origin != "CKPT":
+            out_dir = "out/trained"  # the other may be the model's
+            words += ["--init_from", origin]
+        elif longest < PRESETS["prose"]["block_size"]:
             words += ["--block_size", longest]
+        words += ["--out_dir", out_dir]
     else:
         out_dir = f"out/{name}"
         words = ["--data_dir", folder, "--stage", name, "--init_from", origin, "--out_dir", out_dir]

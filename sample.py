@@ -2,6 +2,7 @@
 
 python sample.py                                        # from the run in out, no prompt
 python sample.py --prompt "Country: Peru" --num_samples 3
+python sample.py --prompt "$(cat prompt.txt)"           # of a file
 python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --top_p 0.9
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """
@@ -46,7 +47,9 @@ class Sampling:
         must="above 0 and at most 1",
     )
     num_samples: int = flag(1, "samples, drawn side by side", must="at least 1")
-    cache: str = flag("kv", "what decoding keeps; ids: only the text", choices=("kv", "ids"))
+    cache: str = flag(
+        "kv", "what decoding keeps; ids, of an Embformer: only the text", choices=("kv", "ids")
+    )
     seed: int = flag(1337, "of what is drawn", must="0 or more, and fit 32 bits")
     device: str = device_flag()
     offload: str = offload_flag()

@@ -190,15 +190,13 @@ def check_start(settings: Settings, data: Data, checkpoint: dict | None) -> None
     """Raises UserError if the run would replace another one, or cannot start from, or continue, the
     checkpoint at its origin."""
     out_dir, origin = settings.out_dir, settings.origin
+    if settings.resume and "optimizer" not in checkpoint:
+        raise UserError(f"{origin} cannot be resumed, it has no optimizer state: use --init_from")
     if checkpoint is not None:
         theirs = tokenizer.fingerprint(read_encoding(origin, checkpoint))
         folder = next(iter(data.val))
         check_tokenizer(data.metas[0]["tokenizer"], folder, theirs, origin)
     if settings.resume:
-        if "optimizer" not in checkpoint:
-            raise UserError(
-                f"{origin} cannot be resumed, it has no optimizer state: use --init_from"
-            )
         # The optimizer goes on with its own, whatever a Python script has put here.
         if checkpoint["args"].get("learning_rate") not in (None, settings.learning_rate):
             raise UserError("--learning_rate: not with --resume, use --init_from")

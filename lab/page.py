@@ -1,7 +1,7 @@
 """A page in the browser: texts before and after an edit, the rows of a prompt, and chat.
 
     python lab/page.py                      # of the run in out
-    python lab/page.py out/chats --port 8001
+    python lab/page.py --ckpt out/chats --port 8001
 
 Open the address that it prints. One name reads another's rows, in all layers or in those that are
 ticked; or a fact is written into a name's rows, which takes seconds. Facts stay until they are
@@ -175,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
 
 def main() -> None:
     parser = common.make_parser(__doc__)
-    parser.add_argument("ckpt", nargs="?", default="out", help="checkpoint, or folder of a run")
+    parser.add_argument("--ckpt", default="out", help="checkpoint, or folder of a run")
     parser.add_argument("--port", type=int, default=8000, help="8000; 0 is any that is free")
     with Page(**vars(parser.parse_args())) as page:
         print(f"open http://{HOST}:{page.server_port} (Ctrl-C ends it)", flush=True)

@@ -272,14 +272,13 @@ def test_the_command_that_is_printed_makes_a_model_that_goes_on(tmp_path, story)
     save(tmp_path / "hub")
     line = f"prepare.py --input {story} --out_dir data --val_fraction 0.1 --tokenizer"
     printed = refused(line, "hub").split("first: python ")[1].split()
-    command("convert.py", *printed[1:])
-    sampled = command("sample.py --prompt Anna --ckpt", printed[-1])
+    sample = command("convert.py", *printed[1:]).stdout.split("next: python ")[1].split()
+    sampled = command("sample.py --prompt Anna", *sample[1:])
     assert sampled.stdout.startswith("Anna")
-    command(line, printed[-1])
+    train = command(line, printed[-1]).stdout.split("next: python ")[1].split()
     command("train.py --eval_only --data_dir data --init_from", printed[-1])
-    train = "train.py --data_dir data --batch_size 2 --device cpu --eval_tokens 600 --max_iters 2"
-    command(f"{train} --out_dir tuned --init_from", printed[-1])
-    saved = load_checkpoint(tmp_path / "tuned/ckpt.pt")
+    command("train.py --batch_size 2 --device cpu --eval_tokens 600 --max_iters 2", *train[1:])
+    saved = load_checkpoint(tmp_path / "out/trained/ckpt.pt")
     assert saved["args"]["ffn"] == "dense" and saved["config"].rope_base == 5e4
 
 
@@ -755,7 +754,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
     command("prepare.py --input other.txt --vocab_size 270 --out_dir other")
     shutil.copy(dense, tmp_path / "damaged.pt")
     flip(tmp_path / "damaged.pt", dense.stat().st_size // 2)
-    command("convert.py llama --out hub.pt")
+    command("convert.py llama --out hub/ckpt.pt")
     stem = f"--ffn stem --data_dir {data} --out new.pt"
     for line, reason in (
         (f"{dense} --ffn stem", "give --out FILE"),
@@ -763,7 +762,7 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} --out new.pt --tokens 5", "--tokens 5 needs --ffn stem"),
         (f"gone.pt {stem}", "gone.pt"),
         (". --out new.pt", "no config.json: name a folder of Hugging Face"),
-        ("hub.pt --ffn stem --out new.pt", "--data_dir: name a text"),
+        ("hub/ckpt.pt --ffn stem --out new.pt", "--data_dir: name a text"),
         (f"llama {stem}", "llama is a model of Hugging Face: convert it with"),
         (f"{dense} {stem} --out {dense}", "exists"),
         (f"{trained['stem']}/ckpt.pt {stem}", "only dense can be converted"),
@@ -776,8 +775,11 @@ def test_what_cannot_be_converted_is_one_line(trained, data, tmp_path):
         (f"{dense} {stem} --data_dir other", "a different tokenizer"),
         (f"{dense} {stem} --block_size 33", "--block_size 33: "),
         (f"{dense} --out new.pt --block_size 8", "--block_size 8 needs --ffn stem"),
+        ("llama --out new", "--out new must be a file"),
     ):
         assert reason in refused(f"convert.py {line}")
+    resumed = refused(f"train.py --resume --out_dir hub --data_dir {data}")
+    assert "no optimizer state: use --init_from" in resumed
     with locked(tmp_path):
         assert "in use" in refused(f"convert.py {dense} {stem}")
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "no").exists()

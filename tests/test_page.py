@@ -129,8 +129,8 @@ def test_errors_are_a_line_of_the_page(page, ckpt):
         assert named in error["error"] and "--" not in error["error"]
         assert state["facts"] == []
     assert "the request is no JSON" in request(page, "POST", "/rows", "{")[1]
-    assert "python lab/page.py out/chats" in command("lab/page.py -h").stdout
-    assert "choose another" in refused("lab/page.py", ckpt, "--port", page.server_port)
+    assert "python lab/page.py --ckpt out/chats" in command("lab/page.py -h").stdout
+    assert "choose another" in refused("lab/page.py", "--ckpt", ckpt, "--port", page.server_port)
 
 
 @pytest.mark.parametrize("prompt", ["Anna sees", "云岭"])

@@ -35,7 +35,7 @@ ALIGNMENTS = ("copy", "pad", "subset", "average")
 
 @dataclass
 class Edit:
-    ckpt: Path = flag(Path("out"), "checkpoint of train.py, or a folder of a run")
+    ckpt: Path = flag(Path("out"), "checkpoint of train.py or convert.py, or a folder of a run")
     source: str = flag("", "the name to edit, such as Spain")
     target: str = flag("", "the name whose rows to read instead, such as Germany")
     align: str = flag(
@@ -53,7 +53,11 @@ class Edit:
     max_new_tokens: int = flag(
         40, "tokens to generate, before and after the edit", must="at least 1"
     )
-    save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
+    save: Path | None = flag(
+        None,
+        "write the edited checkpoint to this file, --ckpt or a new one",
+        must="a file, such as out/new/ckpt.pt",
+    )
     undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")
     device: str = device_flag()
     offload: str = offload_flag()

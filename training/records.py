@@ -141,7 +141,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     bar = tqdm(lines, f"reading {path}", leave=False, delay=3, disable=None)
     for number, line in enumerate(bar, 1):
-        with reading(f"{path}, line {number},", "delete it"):
+        with reading(f"{path}, line {number},", "delete the line"):
             records.append(from_line(line))
     return records
 

@@ -110,7 +110,10 @@ class Settings:
     init_from: Path | None = flag(None, "start from the weights of this ckpt.pt")
     resume: bool = flag(False, "continue from ckpt.pt in --out_dir, with the flags of that run")
     overwrite: bool = flag(False, "replace the run in --out_dir")
-    eval_only: bool = flag(False, "only report validation loss of --init_from (or --out_dir)")
+    eval_only: bool = flag(
+        False,
+        "only report validation loss of --init_from (or --out_dir), by default on its own data",
+    )
 
     doc_mask: bool = flag(False, "no attention across documents; stage context has it", shown="off")
     batch_size: int = flag(
