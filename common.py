@@ -134,7 +134,6 @@ def python_line(*words: object) -> str:
 
 # What the value of a flag must be, in words and as a test, which NaN and infinity never pass.
 RANGES: dict[str, Callable[[Any], bool]] = {
-    "a file, such as out/new/ckpt.pt": lambda value: str(value).endswith(".pt"),
     "at least 1": lambda value: value >= 1,
     "at least 259": lambda value: value >= 259,
     "from 1 to 10,000": lambda value: 1 <= value <= 10_000,

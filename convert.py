@@ -50,12 +50,7 @@ class Conversion:
     """The flags of this command."""
 
     source: Path = flag(MISSING, "a folder of Hugging Face, or a dense ckpt.pt")
-    out: Path | None = flag(
-        None,
-        "the checkpoint to write, a new file",
-        must="a file, such as out/new/ckpt.pt",
-        shown="or --export",
-    )
+    out: Path | None = flag(None, "the checkpoint to write, a new file", shown="or --export")
     export: Path | None = flag(
         None, "instead: write a dense ckpt.pt (no other has a class there) as a new folder"
     )

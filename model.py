@@ -797,8 +797,9 @@ class Decoder(nn.Module):
             yield token
             if done.all():
                 return
-            ids = torch.cat((ids, token[:, None]), dim=1)
-            table_ids = torch.cat((table_ids, token[:, None]), dim=1)
+            # Only what may be read again: to copy the whole text takes time as its length squared.
+            ids = torch.cat((ids, token[:, None]), dim=1)[:, -block_size:]
+            table_ids = torch.cat((table_ids, token[:, None]), dim=1)[:, -block_size:]
             n_unread = 1
 
     def generate(self, ids: Tensor, max_new_tokens: int, **options) -> Tensor:

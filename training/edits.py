@@ -53,11 +53,7 @@ class Edit:
     max_new_tokens: int = flag(
         40, "tokens to generate, before and after the edit", must="at least 1"
     )
-    save: Path | None = flag(
-        None,
-        "write the edited checkpoint to this file, --ckpt or a new one",
-        must="a file, such as out/new/ckpt.pt",
-    )
+    save: Path | None = flag(None, "write the edited checkpoint to this file, --ckpt or a new one")
     undo: bool = flag(False, "remove the last edit from --ckpt, in place or into --save")
     device: str = device_flag()
     offload: str = offload_flag()

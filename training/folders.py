@@ -40,10 +40,10 @@ def has_run(out_dir: Path) -> bool:
     if "metrics.jsonl" not in names:
         return False
     try:
-        records = read_metrics(out_dir / "metrics.jsonl")
+        types = [record["type"] for record in read_metrics(out_dir / "metrics.jsonl")]
     except UserError:  # somebody's own
         return True
-    return [record["type"] for record in records].count("eval") > 2
+    return types.count("eval") > 2
 
 
 def remove_run(out_dir: Path) -> None:

@@ -15,7 +15,7 @@ On the countries, an evaluation has `recall`, too, of 64 of the questions, and `
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +47,28 @@ class Log:
     def __init__(self, path: Path, resume_step: int, **run) -> None:
         """UserError: an earlier line is damaged."""
         self.path = path
-        self.pending: list[dict] = []  # lines that are yet to be written
+        # Lines that are yet to be written; not records, which take six times the memory.
+        self.pending: list[str] = []
         self.evaluated: int | None = None  # the last step of which they have an evaluation
         if resume_step and path.exists():
-            for line in read_metrics(path):
+            for record in read_metrics(path):
                 # What is asked at the end of a run is asked again.
-                if line.get("step", 0) <= resume_step and line["type"] != "recall":
-                    self.pending.append(line)
-                    if line["type"] == "eval":
-                        self.evaluated = line["step"]
-        while self.pending and self.pending[-1]["type"] == "run":  # of which nothing is left
+                if record.get("step", 0) <= resume_step and record["type"] != "recall":
+                    self.pending.append(to_line(record))
+                    if record["type"] == "eval":
+                        self.evaluated = record["step"]
+        # Runs of which nothing is left.
+        while self.pending and from_line(self.pending[-1])["type"] == "run":
             self.pending.pop()
-        self.pending.append({"type": "run", **run})
+        self.pending.append(to_line({"type": "run", **run}))
+        if ranks.rank:  # rank 0 writes
+            self.pending = []
 
     def write(self, **record) -> None:
         if ranks.rank == 0:
             if self.pending:
                 with atomic(self.path) as temporary:
-                    temporary.write_text("".join(map(to_line, self.pending)), encoding="utf-8")
+                    temporary.write_text("".join(self.pending), encoding="utf-8")
                 self.pending = []
             with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
                 file.write(to_line(record))
@@ -121,7 +125,7 @@ def to_line(record: dict[str, Any]) -> str:
     return json.dumps(finite, allow_nan=False) + "\n"
 
 
-def from_line(line: bytes) -> dict[str, Any]:
+def from_line(line: str | bytes) -> dict[str, Any]:
     """Parse a line. Raises Damage if it is not a record of ours."""
     record = parse_json(line, type=str)
     if record["type"] not in FIELDS:
@@ -133,17 +137,16 @@ def from_line(line: bytes) -> dict[str, Any]:
     return record
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl, without a last line that a crash has cut off. UserError:
-    another line is damaged."""
-    with reading(path, "name the output folder of a run"):
-        lines = path.read_bytes().split(b"\n")[:-1]
-    records = []
-    bar = tqdm(lines, f"reading {path}", leave=False, delay=3, disable=None)
-    for number, line in enumerate(bar, 1):
-        with reading(f"{path}, line {number},", "delete the line"):
-            records.append(from_line(line))
-    return records
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a metrics.jsonl, of which there may be millions, without a last line
+    that a crash has cut off. UserError: another line is damaged."""
+    with reading(path, "name the output folder of a run"), open(path, "rb") as file:
+        bar = tqdm(file, f"reading {path}", leave=False, delay=3, disable=None)
+        for number, line in enumerate(bar, 1):
+            if line.endswith(b"\n"):
+                with reading(f"{path}, line {number},", "delete the line"):
+                    record = from_line(line)
+                yield record
 
 
 def read_run(folder: Path) -> dict[str, list[dict]]:

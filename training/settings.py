@@ -178,7 +178,9 @@ class Settings:
         shown="",
     )
     eval_tokens: int = flag(
-        65536, "validation tokens per evaluation, spread over val.bin", must="at least 1"
+        65536,
+        "validation tokens per evaluation, of each folder, spread over its val.bin",
+        must="at least 1",
     )
     device: str = device_flag()
     dtype: str = flag(
