@@ -117,7 +117,7 @@ class Settings:
 
     doc_mask: bool = flag(False, "no attention across documents; stage context has it", shown="off")
     batch_size: int = flag(
-        8, "sequences per step; small texts: fewer, for about 150 steps", must="at least 1"
+        8, "sequences per step; small texts: fewer, for 150 steps or more", must="at least 1"
     )
     device_batch_size: int | None = flag(
         None,
