@@ -236,8 +236,11 @@ class Parser(ArgumentParser):
         given, unknown = self.parse_known_args(*arguments)
         if unknown:
             name = unknown[0].partition("=")[0]
-            meant = did_you_mean(name, self._option_string_actions)
-            if not meant and not name.startswith("-"):
+            if name.startswith("-"):
+                meant = did_you_mean(name, self._option_string_actions)
+            elif "=" in unknown[0] and f"--{name}" in self._option_string_actions:
+                meant = f"; did you mean --{name}?"
+            else:
                 meant = "; a value follows the name of its flag"
             self.error(f"unrecognized{self.chosen}: {' '.join(unknown)}{meant}")
         return given

@@ -271,10 +271,14 @@ def propose(settings: Preparation, meta: dict) -> None:
         words = ["--data_dir", folder]
         # The last token is a target alone.
         longest = min(meta[split]["tokens"] for split in ("train", "val")) - 1
+        context = PRESETS["prose"]["block_size"]
         if origin != "CKPT":
-            out_dir = "out/trained"  # the other may be the model's
+            path = Path(given) / "ckpt.pt" if is_run else Path(given)
+            context = read_checkpoint(path)["config"].block_size
+            if path.resolve().parent == Path(out_dir).resolve():  # the model's own folder
+                out_dir += "-trained"
             words += ["--init_from", origin]
-        elif longest < PRESETS["prose"]["block_size"]:
+        if longest < context:
             words += ["--block_size", longest]
         words += ["--out_dir", out_dir]
     else:

@@ -2,7 +2,6 @@
 
 python sample.py                                        # from the run in out, no prompt
 python sample.py --prompt "Country: Peru" --num_samples 3
-python sample.py --prompt "$(cat prompt.txt)"           # of a file
 python sample.py --ckpt out/book/ckpt.pt --prompt "It was" --temperature 0.8 --top_p 0.9
 python sample.py --ckpt out/sft/ckpt.pt --chat          # a conversation (train.py --stage sft)
 """

@@ -57,13 +57,12 @@ class Attention(model.Attention):
                   1           x x   4         x x x
                   2           x x x 5           x x x
         """
+        w = self.window
         n = x.shape[1]
         past = self.n_past(start)  # keys in front of x's
-        w = min(self.window, past + n)  # a longer one would see no more
+        if past + n <= w:  # one window has them all
+            return super().make_mask(x, past, documents)
         if documents is None:
-            # One token sees all that is kept, and up to w tokens from the beginning are one window.
-            if n == 1 or (past == 0 and n <= w):
-                return None
             documents = x.new_zeros(len(x), past + n)  # all in one
         # The documents of each block's keys, the lowest number where there is no key.
         nowhere = torch.iinfo(torch.int64).min
@@ -78,9 +77,9 @@ class Attention(model.Attention):
         return additive(seen[:, None], x)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is None:
+        w = self.window
+        if k.shape[2] <= w:  # one window has them all
             return super().attend(q, k, v, mask)
-        w = min(self.window, k.shape[2])  # as in `make_mask`
         batch, _, n, _ = q.shape
         q = F.pad(q, (0, 0, 0, -n % w))
         q = q.unflatten(2, (-1, w))  # [B, n_head, blocks, w, head_dim]

@@ -278,7 +278,7 @@ def test_the_command_that_is_printed_makes_a_model_that_goes_on(tmp_path, story)
     train = command(line, printed[-1]).stdout.split("next: python ")[1].split()
     command("train.py --eval_only --data_dir data --init_from", printed[-1])
     command("train.py --batch_size 2 --device cpu --eval_tokens 600 --max_iters 2", *train[1:])
-    saved = load_checkpoint(tmp_path / "out/trained/ckpt.pt")
+    saved = load_checkpoint(tmp_path / "out/data/ckpt.pt")
     assert saved["args"]["ffn"] == "dense" and saved["config"].rope_base == 5e4
 
 

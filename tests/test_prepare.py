@@ -170,6 +170,12 @@ def test_the_next_command_trains_on_a_page(tmp_path):
     tiny = flags(n_layer=2, n_head=2, n_embd=16, max_iters=1, eval_tokens=64, device="cpu")
     command("train.py", *words[1:], *tiny)
     assert (tmp_path / "out/d/ckpt.pt").exists()
+    # ... and goes on with a model, whose context is longer, beside its folder.
+    (tmp_path / "short.txt").write_text("It was the age of wisdom. " * 18)
+    said = command("prepare.py --input short.txt --out_dir more/d --tokenizer out/d").stdout
+    words = said.split("next: python ")[1].splitlines()[0].split()
+    command("train.py", *words[1:], *flags(max_iters=1, eval_tokens=64, device="cpu"))
+    assert (tmp_path / "out/d-trained/ckpt.pt").exists()
 
 
 @pytest.mark.parametrize(

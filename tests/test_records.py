@@ -72,6 +72,14 @@ def test_damage_is_one_clear_line_but_a_last_line_that_was_cut_off_is_left_out(t
             read(tmp_path)
 
 
+def test_a_rank_that_writes_nothing_keeps_no_lines(tmp_path, monkeypatch):
+    """But it evaluates with the others."""
+    path = made(tmp_path) / "metrics.jsonl"
+    monkeypatch.setattr(records.ranks, "rank", 1)
+    log = records.Log(path, 2)
+    assert log.evaluated == 2 and not log.pending
+
+
 def test_what_is_not_finite_is_null_in_a_file_and_nan_in_a_table_and_no_gap_in_a_picture(tmp_path):
     folder = tmp_path / r"a$\frac$"
     path = made(folder) / "metrics.jsonl"

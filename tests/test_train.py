@@ -426,6 +426,7 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
         ("--eval_iters 20", "did you mean --eval_tokens?"),
         ("--warmup_iters=5", "did you mean --warmup?"),
         ("max_iters=3", "did you mean --max_iters?"),
+        ("--ffn stem s", "s; a value follows the name of its flag"),
         ("--compile=False", "--compile/--no-compile: takes no value, not 'False'"),
         ("{data}", "{data}; a value follows the name of its flag"),
         ("--resume --n_layer 4 --out_dir {stem}", "--n_layer"),

@@ -26,7 +26,7 @@ PART = 1 << 26  # bytes that are checked at a time
 
 def again(folder: Path) -> str:
     """What to do where a file of a folder is missing or damaged."""
-    if folder.suffix == ".bin":
+    if folder.name in ("train.bin", "val.bin"):
         return f"name its folder, {folder.parent}"
     if folder.is_file():  # a text
         prepare = command_line("prepare.py", "--input", folder, "--out_dir", f"data/{folder.stem}")

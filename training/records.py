@@ -47,7 +47,7 @@ class Log:
     def __init__(self, path: Path, resume_step: int, **run) -> None:
         """UserError: an earlier line is damaged."""
         self.path = path
-        # Lines that are yet to be written; not records, which take six times the memory.
+        # Lines that are yet to be written; not records, which take four times the memory.
         self.pending: list[str] = []
         self.evaluated: int | None = None  # the last step of which they have an evaluation
         if resume_step and path.exists():
@@ -145,7 +145,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
         for number, line in enumerate(bar, 1):
             if line.endswith(b"\n"):
                 with reading(f"{path}, line {number},", "delete the line"):
-                    record = from_line(line)
+                    record = from_line(line[:-1])
                 yield record
 
 
