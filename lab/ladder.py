@@ -48,8 +48,20 @@ VARIANTS = {
 }
 # In the picture, and of these, whose names stand to the left of the points.
 NAMED = (
-    *("dense", "dense, as many parameters", "hash_moe", "pkm", "ple", "engram", "bigram", "bank"),
-    *("memory", "STEM, third", "STEM, all", "stem_additive", "Embformer", "deepembed"),
+    "dense",
+    "dense, as many parameters",
+    "hash_moe",
+    "pkm",
+    "ple",
+    "engram",
+    "bigram",
+    "bank",
+    "memory",
+    "STEM, third",
+    "STEM, all",
+    "stem_additive",
+    "Embformer",
+    "deepembed",
     "stem_ngrams",
 )
 LEFT = ("memory", "stem_additive")

@@ -33,8 +33,9 @@ def stability(experiment: Experiment) -> None:
         rows.append({**row, **measures(runs)})
         axes = panels[0, rates.index(rate)]
         axes.set(title=f"learning rate {rate:g}", xlabel="step", yscale="log")
+        color = colors(COMPARED)[name]
         for run in runs:
-            axes.plot(losses(run), color=colors(COMPARED)[name], linewidth=0.7)
+            axes.plot(losses(run), color=color, linewidth=0.7)
         axes.lines[-1].set_label(name)
         axes.yaxis.set_major_formatter("{x:g}")  # 2, not 2 x 10^0
         axes.yaxis.set_minor_formatter("{x:g}")
