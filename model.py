@@ -147,13 +147,13 @@ class ModelConfig:
 # --- attention ---
 
 
-def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Tensor:
+def rotary(n: int, config: ModelConfig, like: Tensor) -> Tensor:
     """Cosines and sines for `rotate` at positions 0 to n - 1, [2, n, head_dim] (RoPE: Su et al.,
     2021, section 3.2). The channels of a pair lie head_dim / 2 apart: both halves have the same
-    cosines, and the sines of the first half have a minus."""
-    # In 32 bits or more: 16 have no position 257.
-    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-    pair = torch.arange(0, config.head_dim, 2, dtype=dtype, device=device)
+    cosines, and the sines of the first half have a minus. They have the device of `like` and its
+    dtype, but 32 bits at least: 16 have no position 257."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    pair = torch.arange(0, config.head_dim, 2, dtype=dtype, device=like.device)
     frequency = config.rope_base ** -(pair / config.head_dim)  # radians per token, [head_dim / 2]
     if config.rope_scaling is not None:
         # Llama 3.1 keeps frequencies that make at least `high` turns within its original context,
@@ -162,7 +162,7 @@ def rotary(n: int, config: ModelConfig, device: torch.device | str | None) -> Te
         turns = context * frequency / (2 * torch.pi)
         kept = ((turns - low) / (high - low)).clamp(0, 1)
         frequency = frequency * (kept + (1 - kept) / factor)
-    position = torch.arange(n, device=device)[:, None]
+    position = torch.arange(n, device=like.device)[:, None]
     angle = position * frequency  # [n, head_dim / 2]
     cos = angle.cos()
     sin = angle.sin()
@@ -605,7 +605,7 @@ class Decoder(nn.Module):
             start, room = cache.length, cache.room
         assert start + n <= room, f"{start + n} tokens: there is room for {room}"
         if cache is None:  # an empty one, so that below there is only one case
-            cache = Cache([None] * len(self.blocks), rotary(n, self.config, self.device))
+            cache = Cache([None] * len(self.blocks), rotary(n, self.config, self.like))
 
         # 1) What layers read beside x: rows, positions, masks.
         row_ids = ids if table_ids is None else table_ids.long()
@@ -735,7 +735,7 @@ class Decoder(nn.Module):
             layers = [None for _ in self.blocks]
         else:
             layers = [block.attn.make_cache(batch, room, self.like) for block in self.blocks]
-        return Cache(layers, rotary(room, self.config, self.device))
+        return Cache(layers, rotary(room, self.config, self.like))
 
     def step(self, ids: Tensor, table_ids: Tensor, cache: Cache) -> Tensor:
         """The logits [B, V] of the token after ids [B, T], which continue the text in the cache."""

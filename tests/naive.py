@@ -62,7 +62,7 @@ def rotate(x, base, scaling):
             smooth = min(max(smooth, 0.0), 1.0)
             speed = (1 - smooth) * speed / factor + smooth * speed
         speeds.append(speed)
-    angles = torch.arange(len(x))[:, None] * torch.tensor(speeds).double()  # [T, half]
+    angles = torch.arange(len(x))[:, None] * torch.tensor(speeds, dtype=torch.float64)  # [T, half]
     turned = torch.complex(x[..., :half], x[..., half:]) * torch.exp(1j * angles)[:, None]
     return torch.cat((turned.real, turned.imag), dim=-1)
 

@@ -77,7 +77,8 @@ def test_logits_and_gradients_equal_those_of_a_naive_decoder(kind, attention, n,
         expected.append(naive_logits(model.config, weights, *sequence))
     expected = torch.stack(expected)
     logits, _ = model(ids, table_ids=table_ids, documents=documents if masked else None)
-    close = dict(rtol=1e-5, atol=1e-5)  # angles are float32
+    has_float32 = "linear" in attention or kind == "pkm"  # sums of features, scores
+    close = dict(rtol=1e-5, atol=1e-5) if has_float32 else dict(rtol=1e-10, atol=1e-10)
     assert_close(logits, expected, **close)
     logits.sin().sum().backward()
     expected.sin().sum().backward()
@@ -189,7 +190,7 @@ def test_features_that_round_to_zero_give_zeros():
     attention = model.blocks[0].attn
     attention.qkv.qkv.weight.data.fill_(-1.0)
     x = torch.ones(1, 5, 32, requires_grad=True)
-    y = attention(x, None, rotary(5, model.config, "cpu"), torch.zeros(1, 5))
+    y = attention(x, None, rotary(5, model.config, x), torch.zeros(1, 5))
     assert torch.equal(y, torch.zeros(1, 5, 32))
     y.sum().backward()
     assert x.grad.isfinite().all()

@@ -367,11 +367,11 @@ def test_hooks_of_the_embedding_change_it_and_gradients_are_the_slopes(ffn):
 
 def test_a_model_has_the_dtype_that_modules_get_by_default():
     config = decoder().config
-    expected = rotary(300, config, None)
+    expected = rotary(300, config, torch.empty(0))
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = decoder(ffn="stem", tie_head=False)
-        torch.testing.assert_close(rotary(300, config, None), expected)
+        torch.testing.assert_close(rotary(300, config, model.like), expected)
     finally:
         torch.set_default_dtype(torch.float32)
     assert model(tokens(2, 6))[0].dtype == torch.bfloat16

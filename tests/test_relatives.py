@@ -38,7 +38,7 @@ def model(request) -> Decoder:
 
 
 def assert_close(logits: torch.Tensor, expected: torch.Tensor) -> None:
-    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)  # angles are float32
+    torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)  # some sums are float32
 
 
 def test_with_a_cache_logits_are_those_of_the_whole_text(model, monkeypatch):

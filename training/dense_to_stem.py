@@ -98,7 +98,7 @@ def cos_sin_and_mask(
     block: Block, x: Tensor, documents: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """What the attention of a block needs to know about windows x [B, T, n_embd]."""
-    return rotary(x.shape[1], block.attn.config, x.device), block.attn.make_mask(x, 0, documents)
+    return rotary(x.shape[1], block.attn.config, x), block.attn.make_mask(x, 0, documents)
 
 
 def read_text(
