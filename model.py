@@ -210,8 +210,7 @@ class LinearQKV(nn.Module):
     def forward(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, n_embd] -> q [B, T, n_head, head_dim], k and v [B, T, n_kv_head, head_dim]."""
         heads = self.qkv(x).unflatten(-1, (sum(self.heads), -1))  # [B, T, heads, head_dim]
-        q, k, v = heads.split(self.heads, dim=-2)
-        return q, k, v
+        return heads.split(self.heads, dim=-2)
 
 
 class LayerCache:
@@ -374,13 +373,6 @@ class Attention(nn.Module):
         return y.transpose(1, 2)
 
 
-def make_attention(config: ModelConfig, layer: int, qkv: nn.Module) -> Attention:
-    """The attention of a layer, as --attention says. UserError: an unknown kind."""
-    name, _, argument = config.attention_kinds[layer].partition(":")
-    kind = find("Attention", name, {"full": Attention}, f"--attention {config.attention}")
-    return kind(config, qkv, argument)
-
-
 # --- layers ---
 
 
@@ -418,9 +410,12 @@ class Block(nn.Module):
     """
 
     def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module, ffn: nn.Module) -> None:
+        """UserError: --attention names an unknown kind."""
         super().__init__()
         self.attn_norm = make_norm(config)
-        self.attn = make_attention(config, layer, qkv)
+        name, _, argument = config.attention_kinds[layer].partition(":")
+        kind = find("Attention", name, {"full": Attention}, f"--attention {config.attention}")
+        self.attn = kind(config, qkv, argument)
         self.ffn_norm = make_norm(config)
         self.ffn = ffn
         self.row_split = [qkv.row_width, ffn.row_width]
@@ -600,12 +595,11 @@ class Decoder(nn.Module):
         ids = ids.long()  # addresses of n-grams need 64 bits
         n = ids.shape[1]
         assert documents is None or cache is None, "documents are known to no cache"
-        start, room = 0, self.config.block_size
-        if cache is not None:
-            start, room = cache.length, cache.room
-        assert start + n <= room, f"{start + n} tokens: there is room for {room}"
+        room = self.config.block_size if cache is None else cache.room
         if cache is None:  # an empty one, so that below there is only one case
             cache = Cache([None] * len(self.blocks), rotary(n, self.config, self.like))
+        start = cache.length
+        assert start + n <= room, f"{start + n} tokens: there is room for {room}"
 
         # 1) What layers read beside x: rows, positions, masks.
         row_ids = ids if table_ids is None else table_ids.long()
