@@ -82,7 +82,7 @@ class TransferRing:
 
     def write_back(self, records: Records) -> None:
         """As `ZeroCopy.write_back`, by a job of the worker."""
-        self.run(self.do_write_back, slice(0, self.storage.shape[1]), records)
+        self.run(self.do_write_back, records)
 
     def do_fetch(self, tables: slice, records: Records) -> torch.cuda.Event:
         """Job: bring records of one part to the device. Returns the event of arrival."""
@@ -95,10 +95,11 @@ class TransferRing:
             copied.record()
         return self.stream.record_event()
 
-    def do_write_back(self, tables: slice, records: Records) -> None:
-        """Job: store records of one part that are on the device."""
+    def do_write_back(self, records: Records) -> None:
+        """Job: store records that are on the device."""
         before = None
-        for stored, part, on_device, at in self.chunks(tables, records):
+        all_tables = slice(0, self.storage.shape[1])
+        for stored, part, on_device, at in self.chunks(all_tables, records):
             staging, copied = self.next_staging(stored, len(part))
             staging.flatten(0, 1).copy_(on_device.index_select(0, at), non_blocking=True)
             copied.record()
@@ -144,16 +145,14 @@ def store(stored: Tensor, ids: Tensor, staging: Tensor, copied: torch.cuda.Event
 
 
 class OffloadedTables(StoredTables):
-    """All tables of a model in RAM or on disk, used by a GPU.
-
-    In training, a token's record goes through these states again and again:
+    """All tables of a model in RAM or on disk, used by a GPU. In training, a token's record goes
+    through these states again and again:
 
         absent       `fetch_missing` begins to fetch it
         coming       `wait_for` waits until it is there
         in its slot  `evict_except` writes it back and frees its slot
 
-    chunk_bytes: of a buffer of the ring that moves files, and RAM that cannot be pinned.
-    """
+    chunk_bytes: of a buffer of the ring that moves files, and RAM that cannot be pinned."""
 
     def __init__(
         self, storage: TableStorage, device: torch.device | str, chunk_bytes: int = 8 << 20
@@ -169,7 +168,7 @@ class OffloadedTables(StoredTables):
         # is strided back as a whole. `new_slots` also records the first `free` (H2).
         self.working_set = {"rows": self.new_slots("rows", 0)}
         # NumPy's: PyTorch takes several times as long for so few numbers, while the GPU waits.
-        self.token_in = np.empty(0, np.int64)  # of each slot, -1: it is free
+        self.token_in = NO_TOKENS  # of each slot, -1: it is free
         self.slot_of = np.full(self.n_row, -1, np.int64)  # of each token, -1: it has none
         self.announced = NO_TOKENS  # of the next batch, which have slots already
         # Tokens whose arrival nobody has waited for. (Those of a step may be among them: evicted by
