@@ -11,7 +11,6 @@
        +--> wte --> block 0 (x) --> block 1 (x, rows) --> ... --> norm --> head --> logits
 
 A layer never indexes a table: it is given rows, no matter where they are stored (tables/tables.py).
-
 A layer, an attention or a whole decoder of your own is a file in relatives/ (see its README).
 """
 
@@ -77,7 +76,6 @@ class ModelConfig:
     rope_base: float = field(default=10000.0, metadata=dict(must="a positive number"))
     rope_scaling: list[float] | None = None  # see `rotary`
     norm_eps: float = field(default=1e-6, metadata=dict(must="a positive number"))
-    # See Decoder.init_weights for both.
     init_std: float | None = flag(
         None,
         "std of new dense weights",
@@ -241,10 +239,10 @@ class Cache:
 
     def __init__(self, layers: list[LayerCache | None], cos_sin: Tensor) -> None:
         """layers: the cache of each layer; None: its keys and values are not kept, as they can be
-        made of rows again (Embformer), or as no token will follow;
-        cos_sin: from `rotary`, of all tokens it has room for."""
+        made of rows again (Embformer), or as no token will follow. cos_sin: from `rotary`, of all
+        tokens it has room for, [2, room, head_dim]."""
         self.layers = layers
-        self.cos_sin = cos_sin  # [2, room, head_dim]
+        self.cos_sin = cos_sin
         self.room = cos_sin.shape[1]
         # Tokens so far. Set it to 0 to start over. A lower number takes the last tokens back: an
         # error unless attention is full, as other kinds may have overwritten what they kept, or
@@ -269,12 +267,9 @@ class Cache:
 
 
 class Attention(nn.Module):
-    """Attention to all tokens so far.
-
-    Other kinds are subclasses in relatives/, built as (config, qkv, argument), the argument being
-    64 of --attention window:64. `make_mask` is called once per forward pass for all layers of a
-    kind, `make_cache` once per layer.
-    """
+    """Attention to all tokens so far. Other kinds are subclasses in relatives/, built as (config,
+    qkv, argument), the argument being 64 of --attention window:64. `make_mask` is called once per
+    forward pass for all layers of a kind, `make_cache` once per layer."""
 
     def __init__(self, config: ModelConfig, qkv: nn.Module, argument: str = "") -> None:
         """qkv: makes queries, keys and values of (x, rows), as `LinearQKV`."""
@@ -317,17 +312,14 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         start: int | Tensor = 0,
     ) -> Tensor:
-        """
+        """x [B, T, n_embd] -> [B, T, n_embd].
+
         Args:
-            x: [B, T, n_embd].
             rows: what `qkv` reads, [B, T, row_width]; where only token ids are kept (Embformer's
                 cache "ids"), [B, S, row_width] of all tokens so far.
             cos_sin: from `rotary`, of the tokens so far, [2, S, head_dim].
             mask: from `make_mask`.
             cache: of this layer; x continues the `start` tokens in it.
-
-        Returns:
-            [B, T, n_embd].
         """
         q, k, v = self.qkv(x, rows)  # [B, T, n_head, head_dim], [B, T, n_kv_head, head_dim] twice
         q, k, v = (heads.transpose(1, 2) for heads in (q, k, v))  # [B, heads, T, head_dim]
@@ -406,8 +398,7 @@ class Block(nn.Module):
 
     `qkv` and `ffn` are called as (x, rows), x [B, T, n_embd], rows [B, T, row_width], of one dtype;
     their `row_width` is how many numbers of the token's row they read. With 0, rows are None or
-    have width 0. All layers with a table must read the same total width.
-    """
+    have width 0. All layers with a table must read the same total width."""
 
     def __init__(self, config: ModelConfig, layer: int, qkv: nn.Module, ffn: nn.Module) -> None:
         """UserError: --attention names an unknown kind."""

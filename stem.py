@@ -15,14 +15,11 @@ from torch import Tensor, nn
 
 
 class StemFFN(nn.Module):
-    """Gated FFN whose up-projection is looked up (STEM paper, section 3).
-
-    `row_width` tells the decoder how many numbers of the token's row this module reads.
-    """
+    """Gated FFN whose up-projection is looked up (STEM paper, section 3)."""
 
     def __init__(self, n_embd: int, d_ff: int) -> None:
         super().__init__()
-        self.row_width = d_ff
+        self.row_width = d_ff  # how many numbers of the token's row this module reads
         self.gate = nn.Linear(n_embd, d_ff, bias=False)
         self.down = nn.Linear(d_ff, n_embd, bias=False)
 
@@ -35,12 +32,9 @@ class StemFFN(nn.Module):
 def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     """Knowledge editing: ids [..., T] under which to look up tables, with every occurrence of the
     tokens `source` replaced by those of `target` (STEM paper, section on knowledge editing).
-    Occurrences must not overlap; those of names do not.
-
-    The result [..., T] goes to the decoder as `table_ids`. Embeddings and positions stay those of
-    `ids`. `training.edits.align` brings a target to the length of a source. ValueError: source and
-    target are empty, or not of one length.
-    """
+    Occurrences must not overlap; those of names do not. The result [..., T] goes to the decoder as
+    `table_ids`: embeddings and positions stay those of `ids`. `training.edits.align` brings a
+    target to the length of a source. ValueError: they are empty, or not of one length."""
     n = len(source)
     if n == 0 or n != len(target):
         raise ValueError(f"source {source} and target {target} are not of one length above 0")
