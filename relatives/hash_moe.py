@@ -3,23 +3,13 @@
 costs the FLOPs of the dense FFN."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import model
-from common import flag
-from relatives.moe import Experts
+from relatives.moe import ExpertConfig, Experts
 from tables.tables import Tables, send
-
-
-@dataclass
-class Config(model.ModelConfig):
-    stem_layers: str = "all"  # hides the flag: every layer has experts
-    table_std: float = 0.02  # hides the flag: there are no tables
-    n_expert: int = flag(16, "experts in a layer", must="at least 1")
-    top_k: int = flag(4, "experts per token", must="at least 1")
 
 
 class HashMoEFFN(Experts):
@@ -31,7 +21,7 @@ class HashMoEFFN(Experts):
     which reads all hidden units; here a segment has its own hidden units alone, and outputs are
     summed."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ExpertConfig) -> None:
         super().__init__(config)
         self.row_width = self.top_k  # a token's "row" is the numbers of its experts
         size = self.n_expert // self.top_k  # experts for a segment
@@ -49,7 +39,7 @@ class HashMoEFFN(Experts):
 class Decoder(model.Decoder):
     """Its rows are the numbers of a token's experts, which nobody trains: there are no tables."""
 
-    config_class = Config
+    config_class = ExpertConfig
 
     def make_block(self, layer: int) -> model.Block:
         qkv = model.LinearQKV(self.config)

@@ -16,11 +16,17 @@ from common import UserError, flag
 
 
 @dataclass
-class Config(model.ModelConfig):
-    stem_layers: str = "all"  # hides the flag: every layer is a mixture
+class ExpertConfig(model.ModelConfig):
+    """Also of hash_moe.py."""
+
+    stem_layers: str = "all"  # hides the flag: every layer has experts
     table_std: float = 0.02  # hides the flag: there are no tables
     n_expert: int = flag(16, "experts in a layer", must="at least 1")
     top_k: int = flag(4, "experts per token", must="at least 1")
+
+
+@dataclass
+class Config(ExpertConfig):
     balance: float = flag(0.01, "weight of the load-balancing loss", must="0 or more")
 
 
@@ -28,7 +34,7 @@ class Experts(model.SwiGLU):
     """`n_expert` FFNs, each `d_ff / top_k` wide ("fine-grained": DeepSeekMoE, Dai et al., 2024,
     section 3.1), side by side as one wide FFN. A token passes through `top_k` of them."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ExpertConfig) -> None:
         n_expert, top_k, d_ff = config.n_expert, config.top_k, config.d_ff
         if d_ff % top_k != 0 or n_expert % top_k != 0:
             sizes = f"--d_ff {d_ff} and --n_expert {n_expert}"
