@@ -251,9 +251,12 @@ def config_class_of(ffn: str) -> type[ModelConfig]:
     """Of a kind of --ffn. UserError: there is none, or a setting of its own is one of a run's."""
     config_class = decoder_class(ffn).config_class
     of_run = {f.name for f in fields(Settings)}
-    for name in [f.name for f in fields(config_class) if f.name in of_run]:
-        where = f"relatives/{ffn}.py: the setting {name}"
-        raise UserError(f"{where} is one of every run: give it another name")
+    for setting in fields(config_class):
+        if setting.name in of_run:
+            raise UserError(
+                f"relatives/{ffn}.py: the setting {setting.name} is one of every run: "
+                "give it another name"
+            )
     return config_class
 
 
