@@ -180,8 +180,8 @@ def train(settings: Settings) -> None:
 
 def note_edited_files(settings: Settings) -> None:
     """Say if a file of the model is another now than when Python read it, as in a notebook."""
-    kinds = settings.model.ffn, settings.model.attention
-    edited = changed(digests_of_imported(*kinds), digests(*kinds))
+    now = digests(settings.model.ffn, settings.model.attention)
+    edited = changed(digests_of_imported(settings.model), now)
     if edited:
         print(f"note: {', '.join(edited)} changed after Python read it: restart Python")
 
@@ -265,7 +265,7 @@ def start(settings: Settings, data: Data, checkpoint: dict | None) -> Run:
         optimizer.load_state_dict(checkpoint["optimizer"])
         run.step = run.resumed = checkpoint["step"]
         run.best = checkpoint["best"]
-        now = digests_of_imported(settings.model.ffn, settings.model.attention)
+        now = digests_of_imported(settings.model)
         # best.pt is of weights before edits, or its loss of another formula.
         is_stale = checkpoint["edits"] or changed(checkpoint["relatives"], now)
         if run.step < settings.max_iters:
@@ -298,7 +298,7 @@ def fit(run: Run) -> None:
         args=settings.flat(),
         sizes=model_sizes(model),
         data=data.metas,
-        relatives=digests_of_imported(settings.model.ffn, settings.model.attention),
+        relatives=digests_of_imported(settings.model),
     )
     meter = Meter(log, partial(check_finite, settings, "training"))
     # [B, T], on the CPU. Drawn from the step's number alone, else a resumed run would read others.

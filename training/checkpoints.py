@@ -146,7 +146,7 @@ def save_checkpoint(
         "model": dict(model.state_dict()),
         "tokenizer": tokenizer.dumps(encoding),
         "storage": storage,
-        "relatives": digests_of_imported(model.config.ffn, model.config.attention),
+        "relatives": digests_of_imported(model.config),
         **state,
     }
     ranks.change_columns(checkpoint, ["wte"] if storage else ["wte", "tables"], whole=True)

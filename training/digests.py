@@ -38,10 +38,10 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
 imported: dict[Path, tuple] = {}  # what Python made of a file when it was first asked, its digest
 
 
-def digests_of_imported(ffn: str, attention: str) -> dict[str, str]:
-    """As `digests`, of the code that this process runs: Python reads a file once. What is changed
-    later, during a run or between two in a notebook, is not what is trained."""
-    found = digests(ffn, attention)
+def digests_of_imported(config: model.ModelConfig) -> dict[str, str]:
+    """The `digests` of a model's code as this process runs it: Python reads a file once. What is
+    changed later, during a run or between two in a notebook, is not what is trained."""
+    found = digests(config.ffn, config.attention)
     root = Path(model.__file__).parent
     for name in found:
         module = sys.modules.get(f"relatives.{name}")
