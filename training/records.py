@@ -107,8 +107,7 @@ class Meter:
             return
         for _, figures in self.waiting:
             for name, value in figures.items():
-                if isinstance(value, Tensor):
-                    figures[name] = value.item()  # the host waits
+                figures[name] = float(value)  # of a tensor, the host waits
         tok_per_s = self.n_token / (time.perf_counter() - self.started)
         for step, figures in self.waiting:
             self.latest = {**figures, "tok_per_s": tok_per_s}
