@@ -21,7 +21,7 @@ from argparse import (
     Namespace,
     RawDescriptionHelpFormatter,
 )
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import MISSING, field, fields
 from difflib import get_close_matches
 from functools import partial
@@ -114,6 +114,11 @@ def run_command(main: Callable[[], None]) -> None:
             "(convert.py: --batch_size, sample.py: --num_samples) or the model's sizes, or try "
             "--offload"
         )
+
+
+def progress(parts: Iterable, about: str, **more) -> tqdm:
+    """The parts, with a bar on a terminal if they take long, which goes when they end."""
+    return tqdm(parts, about, leave=False, delay=3, disable=None, **more)
 
 
 def command_line(script: str, *words: object) -> str:

@@ -42,6 +42,7 @@ from common import (
     parse,
     parse_json,
     pick_device,
+    progress,
     reading,
     run_command,
     stop_signals,
@@ -197,7 +198,7 @@ def read_facts(
     with reading(edit.facts, f"--facts names a file: {LINE}"):
         lines = edit.facts.read_bytes().splitlines()
     edits = {}
-    bar = tqdm(lines, "reading facts", leave=False, delay=3, disable=None)
+    bar = progress(lines, "reading facts")
     for number, line in enumerate(bar, 1):
         if not line.strip():
             continue
@@ -260,7 +261,7 @@ def write_facts(
 
     # 2) ask all of them again
     after = score_answers(model, prompts, answers).probability
-    bar = tqdm(all_located, "asking again", leave=False, delay=3, disable=None)
+    bar = progress(all_located, "asking again")
     known = [bool(as_written(model, located)) for located in bar]
     parts = zip(edits.items(), learned, known, before, after, strict=False)  # learned: if tried
     room = max(map(width, edits))

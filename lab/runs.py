@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import fields
 from pathlib import Path
 
-from tqdm import tqdm
-
+from common import progress
 from lab.experiment import Run, last_eval, last_start
 from lab.pictures import MEANING, draw_means, interval, markdown, plt, save_figure
 from lab.stability import spike_rate
@@ -44,7 +43,7 @@ def grouped(folders: list[Path]) -> dict[str, list[Run]]:
     name of the first one's folder. A run that repeats another's seed, too, is no second sample: it
     goes to another group."""
     groups: dict[str, list[Run]] = {}
-    for folder in tqdm(folders, "reading", unit="run", leave=False, delay=3, disable=None):
+    for folder in progress(folders, "reading", unit="run"):
         run = read_run(folder)
         for group in groups.values():
             if compared(group[0]) == compared(run) and seed(run) not in map(seed, group):

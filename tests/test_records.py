@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import interrupted, user_error
 
+import common
 import edit
 from lab import pictures
 from lab.runs import draw, grouped, row, runs
@@ -181,10 +182,7 @@ def test_what_takes_long_to_read_has_a_bar(tmp_path, monkeypatch, data):
     shown = []
     facts = tmp_path / "facts.jsonl"
     facts.write_text("{}")
-    for module in (records, dataset, edit):
-        monkeypatch.setattr(
-            module, "tqdm", lambda parts, *_, delay, **__: shown.append(delay) or parts
-        )
+    monkeypatch.setattr(common, "tqdm", lambda parts, *_, delay, **__: shown.append(delay) or parts)
     records.read_run(made(tmp_path))
     dataset.open_tokens(data, "val", dataset.read_meta(data))
     with user_error("facts.jsonl:1 is damaged"):

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import tiktoken
-from tqdm import tqdm
 
-from common import Damage, command_line, parse_json, reading
+from common import Damage, command_line, parse_json, progress, reading
 from text import tokenizer
 
 FORMAT = 2
@@ -84,7 +83,7 @@ def open_tokens(folder: Path, split: str, meta: dict) -> np.ndarray:
         ids = np.memmap(path, dtype=meta["dtype"], mode="r")
         sha256, largest = hashlib.sha256(), 0
         parts = np.array_split(ids, 1 + expected // PART)
-        for part in tqdm(parts, f"checking {path}", leave=False, delay=3, disable=None):
+        for part in progress(parts, f"checking {path}"):
             sha256.update(part)
             largest = max(largest, part.max(initial=0))
         if sha256.hexdigest() != meta[split]["sha256"]:

@@ -14,9 +14,8 @@ from typing import Any
 
 import regex
 import tiktoken
-from tqdm import tqdm
 
-from common import UserError, parse_json, reading, require_fields
+from common import UserError, parse_json, progress, reading, require_fields
 from text import chat, tokenizer
 from text.vocabularies import complete, name_unused
 
@@ -306,7 +305,7 @@ def check_merges(path: Path, bpe: dict, ranks: dict[bytes, int]) -> None:
         pair = tuple(bytes(map(BYTE_OF.get, part)) for part in parts)
         pairs.setdefault(pair, number)
     whole = bpe.get("ignore_merges")  # there, too, a whole word is looked up first
-    for token in tqdm(ranks, "checking merges", leave=False, delay=3, disable=None):
+    for token in progress(ranks, "checking merges"):
         if len(token) == 1 or is_reached(token, pairs):
             continue
         splits = ((token[:at], token[at:]) for at in range(1, len(token)))

@@ -5,9 +5,8 @@ from collections.abc import Iterable
 import numpy as np
 from tiktoken import Encoding
 from torch import Tensor
-from tqdm import tqdm
 
-from common import UserError
+from common import UserError, progress
 from text import chat
 from text.dataset import is_unmarked
 from training.sources import Source, stacked
@@ -86,7 +85,7 @@ class Pairs(Source):
         self.conversations = Conversations(ids, encoding, block_size, None, only_last=True)
         self.n_cut = self.conversations.n_cut
         n_pair = self.conversations.n_sequence // 2
-        numbers = tqdm(range(n_pair), "comparing", unit="pair", leave=False, delay=3, disable=None)
+        numbers = progress(range(n_pair), "comparing", unit="pair")
         self.numbers = [number for number in numbers if self.differ(number)]  # in the file
         self.n_same = n_pair - len(self.numbers)
         if not self.numbers:

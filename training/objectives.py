@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
+from common import progress
 from model import Decoder
 from training import ranks
 from training.batches import Data
@@ -83,7 +83,7 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
         total, n_target, n_byte = 0.0, 0, 0
         numbers = source.spread(n_token)
         starts = range(0, len(numbers), size * ranks.size)
-        for start in tqdm(starts, "evaluating", leave=False, delay=3, disable=None):
+        for start in progress(starts, "evaluating"):
             mine = numbers[start : start + size * ranks.size][ranks.rank :: ranks.size]
             # Batches are always full, as another size would be compiled anew, and ranks look up
             # together: what is missing repeats the last sequence and is not counted.

@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from tqdm import tqdm
 
-from common import Damage, UserError, atomic, parse_json, reading, require_fields, writing
+from common import Damage, UserError, atomic, parse_json, progress, reading, require_fields, writing
 from training import ranks
 
 # What readers need of a record, by its type.
@@ -140,7 +139,7 @@ def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a metrics.jsonl, of which there may be millions, without a last line
     that a crash has cut off. UserError: another line is damaged."""
     with reading(path, "name the output folder of a run"), open(path, "rb") as file:
-        bar = tqdm(file, f"reading {path}", leave=False, delay=3, disable=None)
+        bar = progress(file, f"reading {path}")
         for number, line in enumerate(bar, 1):
             if line.endswith(b"\n"):
                 with reading(f"{path}, line {number},", "delete the line"):

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
+from common import progress
 from corpora.questions import with_answers
 from model import Decoder
 from stem import substitute
@@ -316,7 +317,7 @@ def as_others(
     prompts = torch.stack([renamed(ids, names, token) for token in tokens])  # [n, T]
     follows = []
     parts = prompts.split(max(1, MOST_TOKENS // len(ids)))
-    for part in tqdm(parts, "reading as other names", leave=False, delay=3, disable=None):
+    for part in progress(parts, "reading as other names"):
         follows.append(model(part, last_only=True)[0][:, 0].float().softmax(-1))
     return tokens, torch.cat(follows)
 
