@@ -57,7 +57,7 @@ class LossScaler:
             return
         self.clean_steps += 1
         if self.clean_steps == self.CLEAN_STEPS_TO_GROW:
-            self.factor = min(2 * self.factor, 2.0**127)  # the largest that float32 holds
+            self.factor *= 2
             self.clean_steps = 0
 
     def state_dict(self) -> dict:
