@@ -112,30 +112,28 @@ class Optimizer:
         for module in model.modules():
             if isinstance(module, (Tables, torch.nn.Embedding)):
                 looked_up.update(module.parameters())
-        linear, other = [], []
-        self.names: dict[Tensor, str] = {}
+        linear, other = {}, {}  # their names, by parameter
         for name, parameter in model.named_parameters():
             # Those that are frozen are there, too: they may be released later, and AdamW leaves
             # alone what has no gradient.
             if parameter in rows:
                 continue
-            self.names[parameter] = name
             if parameter.dim() >= 2 and parameter not in looked_up:
-                linear.append(parameter)
+                linear[parameter] = name
             else:
-                other.append(parameter)
-        self.params = linear + other
+                other[parameter] = name
+        self.names = linear | other
         # The rate of the first group is that of rows, too (`step`).
         groups = [
-            {"params": linear, "weight_decay": settings.weight_decay},
-            {"params": other, "weight_decay": 0.0},
+            {"params": list(linear), "weight_decay": settings.weight_decay},
+            {"params": list(other), "weight_decay": 0.0},
         ]
         self.adamw = torch.optim.AdamW(groups, settings.learning_rate, betas, fused=True)
 
     @property
     def in_adamw(self) -> list[Tensor]:
-        """What AdamW trains, in its order: `params`, but for those that somebody has added to it,
-        or taken out of it for another optimizer."""
+        """What AdamW trains, in its order: those in `names`, but for those that somebody has added
+        to it, or taken out of it for another optimizer."""
         return [p for group in self.adamw.param_groups for p in group["params"]]
 
     @torch.no_grad()
@@ -143,7 +141,7 @@ class Optimizer:
         """Update at this fraction of the peak learning rate, as `schedule` says. -> the norm of all
         gradients before clipping."""
         # 1) the gradients: of parameters, summed over the ranks, and of the rows that were read
-        params = list(dict.fromkeys(self.params + self.in_adamw))  # each once
+        params = list(dict.fromkeys([*self.names, *self.in_adamw]))  # each once
         ranks.add_up_gradients(params)
         grads = [p.grad for p in params if p.grad is not None]
         row_grads = []
