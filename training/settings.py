@@ -235,14 +235,14 @@ class Settings:
     def from_flat(cls, flat: dict) -> "Settings":
         """The inverse of `flat`; what is missing has its default. UserError: a value is wrong."""
         check_values(ModelConfig, flat)
-        config_class = config_class_of(flat.get("ffn", ModelConfig.ffn))
+        kind = flat.get("ffn", ModelConfig.ffn)
+        config_class = config_class_of(kind)
         shape = {f.name: flat[f.name] for f in fields(config_class) if f.name in flat}
         of_run = {name: value for name, value in flat.items() if name not in shape}
         known = [f.name for f in (*fields(cls), *fields(config_class))]
         unknown = sorted(set(of_run) - set(known))
         if unknown:
             meant = did_you_mean(unknown[0], known)
-            kind = flat.get("ffn", ModelConfig.ffn)
             raise UserError(f"unknown settings with --ffn {kind}: {', '.join(unknown)}{meant}")
         return cls(**of_run, model=config_class(**shape))
 
