@@ -96,9 +96,7 @@ def validate(objective: NextToken, data: Data, n_token: int, size: int) -> dict[
                 total += loss.item() * n  # a host-device sync
                 n_target += n
                 n_byte += int(data.token_lengths[targets[targets >= 0]].sum())
-        sums = torch.tensor([total, n_target, n_byte], dtype=torch.float64)
-        ranks.add_up(sums)
-        total, n_target, n_byte = sums.tolist()
+        total, n_target, n_byte = ranks.sums(total, n_target, n_byte)
         figures["val_loss"] += weight * (total / n_target)
         if objective.per_byte:
             figures["val_loss_per_byte"] += weight * (total / max(1, n_byte))

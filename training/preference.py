@@ -88,9 +88,8 @@ class Preference(NextToken):
         ones."""
         margins = torch.cat(self.margins).cpu().double()
         self.margins = []
-        sums = torch.tensor([margins.sum(), (margins > 0).sum(), len(margins)], dtype=torch.float64)
-        ranks.add_up(sums)
-        margin, n_positive, n = sums.tolist()
+        n_positive = (margins > 0).sum()
+        margin, n_positive, n = ranks.sums(margins.sum(), n_positive, len(margins))
         return {"margin": margin / n, "accuracy": n_positive / n}
 
 

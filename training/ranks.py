@@ -69,9 +69,14 @@ def add_up(*tensors: Tensor) -> None:
 
 def wait(number: int = 0) -> int:
     """Wait for all ranks. Returns the sum of their numbers."""
-    total = torch.tensor(number)
+    return int(sums(number)[0])
+
+
+def sums(*numbers: float) -> list[float]:
+    """The sum of each number over the ranks."""
+    total = torch.tensor(numbers, dtype=torch.float64)  # on CPUs, so that no GPU waits
     add_up(total)
-    return int(total)
+    return total.tolist()
 
 
 def add_up_gradients(parameters: list[Tensor]) -> None:
@@ -79,9 +84,8 @@ def add_up_gradients(parameters: list[Tensor]) -> None:
     those of an expert that no token of the others has chosen: there, it is zero."""
     if size == 1:
         return
-    n_rank = torch.tensor([float(p.grad is not None) for p in parameters])
-    add_up(n_rank)  # on CPUs, so that no GPU waits
-    used = [p for p, n in zip(parameters, n_rank.tolist(), strict=True) if n]
+    n_rank = sums(*(p.grad is not None for p in parameters))
+    used = [p for p, n in zip(parameters, n_rank, strict=True) if n]
     for p in used:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
