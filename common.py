@@ -383,17 +383,16 @@ def pick_device(name: str) -> torch.device:
             raise UserError(f"--device {name}: with torchrun, use --device cuda or leave it out")
         name = f"cuda:{os.environ['LOCAL_RANK']}"
     try:
-        torch.zeros(1, device=name).item()
+        tried = torch.zeros(1, device=name)
+        tried.item()
     except (RuntimeError, AssertionError, ImportError) as error:
         # There is none, it has no memory left, or is too old or too new for this PyTorch.
         reason = first_line(error)
         raise UserError(
             f"--device {name} does not work here ({reason}): try --device cpu"
         ) from None
-    device = torch.device(name)
+    device = tried.device  # with its number: of --device cuda, too
     if device.type == "cuda":
-        if device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
         torch.cuda.set_device(device)  # else streams and workers would make a context on GPU 0
         # cuDNN's attention makes a new plan for every length of a cache: up to 0.4 s a token.
         torch.backends.cuda.enable_cudnn_sdp(False)

@@ -1,6 +1,7 @@
 """Which device a process takes, and how it is set up; GPUs are made up."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +11,6 @@ from conftest import CPU, Largest, small_run, user_error
 import common
 from common import pick_device, training_dtype
 from training import ranks
-
-REAL_ZEROS = torch.zeros
 
 
 @pytest.fixture
@@ -23,7 +22,9 @@ def two_gpus(monkeypatch):
         device = torch.device(device)
         if device.type == "cuda" and (device.index or 0) > 1:
             raise RuntimeError("CUDA error: invalid device ordinal")
-        return REAL_ZEROS(*size)
+        if device.type == "cuda":
+            device = torch.device("cuda", device.index or 0)  # as tensors have it
+        return SimpleNamespace(device=device, item=lambda: 0.0)
 
     def set_device(device):
         assert device.index is not None
@@ -33,7 +34,6 @@ def two_gpus(monkeypatch):
     monkeypatch.setattr(torch, "zeros", zeros)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(
         torch.backends.cuda, "enable_cudnn_sdp", lambda on: called.append(f"cudnn {on}")
     )
