@@ -30,9 +30,8 @@ from common import UserError
 from corpora import countries
 from model import Decoder
 from text.dataset import read_meta, read_tokenizer
-from training import report, writing
+from training import digests, report, writing
 from training.checkpoints import load_checkpoint
-from training.digests import CORE
 from training.records import read_run
 
 torch.set_num_threads(1)  # threads only slow down tensors of this size
@@ -156,11 +155,12 @@ class Decoder(model.Decoder):
 
 def edit_core(patch: pytest.MonkeyPatch, folder: Path, name: str) -> None:
     """Change a file of all models, in a copy of them that digests are taken of."""
-    for core in CORE:
+    for core in digests.CORE:
         shutil.copy(ROOT / core, folder)
     with open(folder / name, "a") as file:
         file.write("# changed\n")
     patch.setattr(model, "__file__", str(folder / "model.py"))
+    patch.setattr(digests, "imported", {})
 
 
 def small_run(data: Path | str, out: Path, **more) -> Path:

@@ -35,21 +35,19 @@ def digests(ffn: str, attention: str) -> dict[str, str]:
     return found
 
 
-imported: dict[Path, tuple] = {}  # what Python made of a file when it was first asked, its digest
+imported: dict[str, tuple] = {}  # what Python made of a file when it was first asked, its digest
 
 
 def digests_of_imported(config: model.ModelConfig) -> dict[str, str]:
     """The `digests` of a model's code as this process runs it: Python reads a file once. What is
     changed later, during a run or between two in a notebook, is not what is trained."""
     found = digests(config.ffn, config.attention)
-    root = Path(model.__file__).parent
     for name in found:
         module = sys.modules.get(f"relatives.{name}")
         made = getattr(module, "__spec__", None)  # another one, once it is reloaded
-        path = root / path_of(name)
-        if path not in imported or imported[path][0] is not made:
-            imported[path] = made, found[name]
-        found[name] = imported[path][1]
+        if name not in imported or imported[name][0] is not made:
+            imported[name] = made, found[name]
+        found[name] = imported[name][1]
     return found
 
 
