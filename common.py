@@ -494,10 +494,9 @@ def refuse_lfs_pointer(path: str | Path) -> None:
     begins = b"version https://git-lfs"
     if os.path.isfile(path):
         with open(path, "rb") as file:
-            is_pointer = file.read(len(begins)) == begins
-        if is_pointer:
-            fix = "fetch the file: git lfs install && git lfs pull"
-            raise UserError(f"{path} is only a pointer of Git LFS: {fix}") from None
+            if file.read(len(begins)) == begins:
+                fix = "fetch the file: git lfs install && git lfs pull"
+                raise UserError(f"{path} is only a pointer of Git LFS: {fix}") from None
 
 
 def parse_json(text: str | bytes, /, **types) -> dict[str, Any]:
