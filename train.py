@@ -386,7 +386,7 @@ def evaluate_and_save(run: Run, meter: Meter) -> str:
         if not run.checked and ranks.size == 1:
             run.checked = True
             ids, _ = data.train.batch(0, 1)
-            ids = ids.reshape(-1, ids.shape[-1])[:1]  # [1, T], also of pairs
+            ids = ids.flatten(0, -2)[:1]  # [1, T], also of pairs
             with torch.compiler.set_stance("force_eager"):  # shapes are others than in training
                 check_logits(run.model, ids)
                 check_saved(settings.out_dir / "ckpt.pt", run.model, ids)
