@@ -202,31 +202,29 @@ def expanded(path_type: type, text: str) -> Any:
     return path_type(",".join(map(os.path.expanduser, text.split(","))))
 
 
-# What other programs call our flags, where no letters say so.
+# What other programs and people call our flags, where no letters say so; all without dashes.
 ELSEWHERE = {
-    "--checkpoint": "--ckpt",
-    "--dataset": "--data_dir",
-    "--epochs": "--max_iters",
-    "--eval_iters": "--eval_tokens",
-    "--gradient_accumulation_steps": "--device_batch_size",
-    "--model": "--ckpt",
-    "--out": "--save",
-    "--out_dir": "--ckpt",
-    "--start": "--prompt",
-    "-n": "--max_new_tokens",
+    "bs": "batch_size",
+    "checkpoint": "ckpt",
+    "dataset": "data_dir",
+    "epochs": "max_iters",
+    "eval_iters": "eval_tokens",
+    "gradient_accumulation_steps": "device_batch_size",
+    "lr": "learning_rate",
+    "model": "ckpt",
+    "out": "save",
+    "out_dir": "ckpt",
+    "start": "prompt",
+    "wd": "weight_decay",
+    "n": "max_new_tokens",
 }
-
-
-def initials(name: str) -> str:
-    """The initials of a flag, as a flag: --lr for --learning_rate."""
-    return "--" + "".join(word[:1] for word in name.lstrip("-").split("_"))
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """What to say after an unknown name: which of the known ones may be meant, or nothing."""
-    close = [other for other in known if other == ELSEWHERE.get(name)]
+    ours = ELSEWHERE.get(name.lstrip("-"))
+    close = [other for other in known if other.lstrip("-") == ours]
     close += get_close_matches(name, known, 1, 0.8)
-    close += [other for other in known if initials(other) == f"--{name.lstrip('-')}"]  # --lr
     close += [other for other in known if other.startswith(name)]  # --max_new
     close += [other for other in known if name.startswith(f"{other}_")]  # --warmup_iters
     return f"; did you mean {close[0]}?" if close else ""
