@@ -243,38 +243,28 @@ def hugging_face(title: str, config: ModelConfig, shape: Callable, kind: type) -
     )
 
 
-def llama(heads: str, **options) -> Original:
+# Dense models of transformers: kind, what is special, our options, and theirs beside the shape.
+DENSE = [
+    ("Llama", ", tied head", dict(n_kv_head=4, tie_head=True), {}),
+    ("Llama", ", separate head, grouped queries", dict(n_kv_head=2, tie_head=False), {}),
+    ("Qwen2", "", dict(n_kv_head=2, tie_head=True, attention="qkvbias"), {}),
+    ("Qwen3", "", dict(n_kv_head=2, tie_head=True, attention="qknorm", head_dim=24), {}),
+    (
+        "Mistral",
+        ", a window of 5 tokens",
+        dict(n_kv_head=2, tie_head=False, attention="window:5"),
+        dict(sliding_window=5),
+    ),
+]
+
+
+def dense(kind: str, special: str, options: dict, theirs: dict) -> Original:
     import transformers as hf
 
-    title = f"Llama (transformers {hf.__version__}), {heads}"
+    title = f"{kind} (transformers {hf.__version__}){special}"
     config = ModelConfig(**SHAPE, **options, ffn="dense")
-    return hugging_face(title, config, hf.LlamaConfig, hf.LlamaForCausalLM)
-
-
-def qwen3() -> Original:
-    import transformers as hf
-
-    shape = dict(n_kv_head=2, head_dim=24, tie_head=True)
-    config = ModelConfig(**SHAPE, **shape, ffn="dense", attention="qknorm")
-    title = f"Qwen3 (transformers {hf.__version__})"
-    return hugging_face(title, config, hf.Qwen3Config, hf.Qwen3ForCausalLM)
-
-
-def qwen2() -> Original:
-    import transformers as hf
-
-    config = ModelConfig(**SHAPE, n_kv_head=2, ffn="dense", tie_head=True, attention="qkvbias")
-    title = f"Qwen2 (transformers {hf.__version__})"
-    return hugging_face(title, config, hf.Qwen2Config, hf.Qwen2ForCausalLM)
-
-
-def mistral() -> Original:
-    import transformers as hf
-
-    config = ModelConfig(**SHAPE, n_kv_head=2, ffn="dense", tie_head=False, attention="window:5")
-    title = f"Mistral (transformers {hf.__version__}), a window of 5 tokens"
-    shape = partial(hf.MistralConfig, sliding_window=5)
-    return hugging_face(title, config, shape, hf.MistralForCausalLM)
+    shape = partial(getattr(hf, f"{kind}Config"), **theirs)
+    return hugging_face(title, config, shape, getattr(hf, f"{kind}ForCausalLM"))
 
 
 def embformer(folder: Path) -> Original:
@@ -433,9 +423,7 @@ def main() -> None:
     sys.dont_write_bytecode = True  # into their folders
     builders = []
     if args.llama:
-        builders.append(partial(llama, "tied head", n_kv_head=4, tie_head=True))
-        separate = partial(llama, "separate head, grouped queries", n_kv_head=2, tie_head=False)
-        builders += [separate, qwen2, qwen3, mistral]
+        builders += [partial(dense, *each) for each in DENSE]
     if args.embformer:
         builders.append(partial(embformer, args.embformer))
     if args.stem:
