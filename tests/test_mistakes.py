@@ -11,7 +11,6 @@ import traceback
 import unicodedata
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -32,12 +31,11 @@ from conftest import (
 )
 
 import common
-import model
 import train
 from lab.experiment import note_changes
 from lab.runs import runs
 from training import batches
-from training.checkpoints import load_model, save_checkpoint
+from training.checkpoints import load_model
 from training.digests import digests
 from training.records import read_run
 from training.settings import Settings
@@ -256,24 +254,6 @@ def test_settings_from_python_are_checked_as_flags_are(data):
     with user_error("with --ffn engram: ngram_row; did you mean ngram_rows?"):
         train.resolve_settings(data_dir=data, ffn="engram", ngram_row=3)
     assert train.resolve_settings(data_dir=data, out_dir="x").data_dir == str(data)
-
-
-def test_a_model_that_would_be_read_as_another_kind_is_not_written(tmp_path):
-    class Mine(model.Decoder):
-        pass
-
-    mine = Mine(model.ModelConfig(n_layer=2))
-    encoding = SimpleNamespace(n_vocab=6400, special_tokens_set={"<|endoftext|>"})
-    with user_error(r"a test_mistakes\.Mine would be read as model\.Decoder"):
-        save_checkpoint(tmp_path / "ckpt.pt", mine, encoding)
-    valued = model.Decoder(model.ModelConfig(n_layer=2))
-    valued.value_head = torch.nn.Linear(128, 1)
-    with user_error(r"value_head\.bias, value_head\.weight"):
-        save_checkpoint(tmp_path / "ckpt.pt", valued, encoding)
-    bare = model.Decoder(model.ModelConfig(n_layer=2))
-    del bare.norm
-    with user_error(r"readers have other weights \(norm\.weight\)"):
-        save_checkpoint(tmp_path / "ckpt.pt", bare, encoding)
 
 
 @pytest.mark.parametrize("field", ["seed: int = 7", "seed: int = flag(7, 'seed')"])

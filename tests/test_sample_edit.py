@@ -12,6 +12,7 @@ import torch
 from conftest import (
     CPU,
     EDIT,
+    Largest,
     assert_same,
     command,
     contents,
@@ -49,10 +50,13 @@ def test_a_checkpoint_alone_is_enough_to_sample(trained, tmp_path):
 
 @pytest.mark.parametrize("offload", ["none", "disk"])
 def test_weights_that_are_loaded_are_not_drawn_first(trained, monkeypatch, offload):
-    """It takes a second to draw rows that are on no device."""
+    """It takes a second to draw rows that are on no device. Nor is there room for them beside those
+    that take their place."""
     monkeypatch.setattr(Decoder, "init_weights", lambda _: pytest.fail("drawn"))
     for ffn in ("stem", "embformer"):
-        load_model(trained[ffn], "cpu", offload)
+        with Largest() as made:
+            tables = load_model(trained[ffn], "cpu", offload)[0].tables
+        assert made.shapes.count(tables.weight[0].shape) <= len(tables.weight)
 
 
 def test_samples_depend_on_the_seed_alone(stem_ckpt):
