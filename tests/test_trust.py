@@ -219,16 +219,6 @@ def test_what_a_killed_writer_left_goes_when_it_writes_again(out, monkeypatch):
     assert len(snapshots(out)) == 1
 
 
-def test_what_is_written_stays_with_who_has_it(data, tmp_path):
-    """Also moments that lie beside the rows, and are written with them."""
-    given = dict(max_iters=1, offload="disk", table_state="number")
-    saved = load_checkpoint(small_run(data, tmp_path, **given) / "ckpt.pt")
-    for name in ("one.pt", "other.pt"):
-        write_checkpoint(tmp_path / name, saved)
-        state = load_checkpoint(tmp_path / name)["optimizer"]["rows"]["tables"]["state"]
-        assert all(map(torch.equal, state, saved["optimizer"]["rows"]["tables"]["state"]))
-
-
 def test_what_a_killed_run_left_goes_with_the_next_start(on_disk, data, tmp_path):
     out = interrupted(data, tmp_path / "killed", 9, offload="disk", eval_interval=4)
     live = folders.live_tables(out)
@@ -265,8 +255,10 @@ def test_a_model_is_opened_while_its_training_saves(out, monkeypatch):
 
 
 def test_tables_on_disk_that_others_replace_are_saved(data, tmp_path):
-    """As where somebody averages the checkpoints of two runs. Their moments may stay."""
-    out = small_run(data, tmp_path, n_layer=3, max_iters=1, offload="disk")
+    """As where somebody averages the checkpoints of two runs. Their moments, which lie beside the
+    rows, stay. What is written stays with who has it, too."""
+    given = dict(n_layer=3, max_iters=1, offload="disk", table_state="number")
+    out = small_run(data, tmp_path, **given)
     saved = load_checkpoint(out / "ckpt.pt")
     before = {name: weight.clone() for name, weight in saved["model"].items()}
     halves = {name: weight / 2 for name, weight in before.items()}
@@ -274,6 +266,7 @@ def test_tables_on_disk_that_others_replace_are_saved(data, tmp_path):
     assert_same(saved["model"], before)
     found = load_checkpoint(out / "ckpt.pt", verify=True)
     assert_same(found["model"], halves)
+    assert_same(found["optimizer"], saved["optimizer"])
     with pytest.raises(AssertionError, match="offload='disc' is not"):
         load_model(out / "ckpt.pt", torch.device("cpu"), offload="disc")
     model, encoding, _ = load_model(out / "ckpt.pt", torch.device("cpu"), offload="disk")
