@@ -487,12 +487,6 @@ def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes
     assert load_model(trained["stem"], CPU)[2]["step"] == 12 and not capsys.readouterr().err
 
 
-def test_a_compiled_model_is_saved_as_what_was_compiled(stem_ckpt, tmp_path):
-    model, encoding, _ = load_model(stem_ckpt, CPU)
-    save_checkpoint(tmp_path / "ckpt.pt", torch.compile(model, backend="eager"), encoding)
-    assert load_model(tmp_path / "ckpt.pt", CPU)[0].state_dict().keys() == model.state_dict().keys()
-
-
 class Mine(Decoder):
     pass
 
@@ -620,6 +614,7 @@ def test_what_a_checkpoint_would_unpack_to_is_not_read(tmp_path):
 
 
 def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding, tmp_path):
+    """A compiled model is saved as what was compiled."""
     model, _, _ = load_model(stem_ckpt, CPU)
     path = tmp_path / "ckpt.pt"
     ranks = encoding._mergeable_ranks
@@ -629,9 +624,11 @@ def test_without_a_run_settings_and_tokenizer_are_the_models(stem_ckpt, encoding
     with user_error("note"):  # no setting
         save_checkpoint(path, model, encoding, {"note": "x"})
     assert not path.exists()
-    save_checkpoint(path, model, encoding)
+    save_checkpoint(path, torch.compile(model, backend="eager"), encoding)
+    saved = checkpoint(tmp_path)
+    assert saved["model"].keys() == model.state_dict().keys()
     # Else --init_from would take its preset from defaults.
-    assert checkpoint(tmp_path)["args"].keys() == vars(model.config).keys() - {"attention_kinds"}
+    assert saved["args"].keys() == vars(model.config).keys() - {"attention_kinds"}
 
 
 def test_a_run_that_is_a_link_to_another_is_replaced_without_it(on_disk, data, tmp_path):
