@@ -421,8 +421,6 @@ def mixed_seed(*numbers: int) -> int:
 def all_finite(numbers: torch.Tensor) -> bool:
     """Whether no number is infinite or NaN: else the least or the largest is. (`isfinite` of all
     would take 20 times as long, and memory.)"""
-    if numbers.is_complex():
-        numbers = torch.view_as_real(numbers.resolve_conj())
     if not numbers.is_floating_point() or not numbers.numel():
         return True
     if numbers.itemsize == 1:  # float8 has no order

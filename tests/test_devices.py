@@ -135,5 +135,3 @@ def test_whether_all_numbers_are_finite_takes_no_memory():
         for number in (1.0, torch.inf, -torch.inf, torch.nan):
             numbers = torch.tensor([[0.0, number], [1.0, 2.0]])
             assert common.all_finite(numbers.to(dtype)) == math.isfinite(number)
-            imaginary = torch.complex(torch.zeros(2, 2), numbers).conj()
-            assert common.all_finite(imaginary) == math.isfinite(number)
