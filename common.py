@@ -202,7 +202,7 @@ def expanded(path_type: type, text: str) -> Any:
     return path_type(",".join(map(os.path.expanduser, text.split(","))))
 
 
-# What other programs and people call our flags, where no letters say so; all without dashes.
+# What other programs and people call our flags, all without dashes.
 ELSEWHERE = {
     "bs": "batch_size",
     "checkpoint": "ckpt",

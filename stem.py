@@ -33,8 +33,8 @@ def substitute(ids: Tensor, source: list[int], target: list[int]) -> Tensor:
     """Knowledge editing: ids [..., T] under which to look up tables, with every occurrence of the
     tokens `source` replaced by those of `target` (STEM paper, section on knowledge editing).
     Occurrences must not overlap; those of names do not. The result [..., T] goes to the decoder as
-    `table_ids`: embeddings and positions stay those of `ids`. `training.edits.align` brings a
-    target to the length of a source. ValueError: they are empty, or not of one length."""
+    `table_ids`: embeddings and positions stay those of `ids`. ValueError: source and target are
+    empty, or not of one length, to which `training.edits.align` brings them."""
     n = len(source)
     if n == 0 or n != len(target):
         raise ValueError(f"source {source} and target {target} are not of one length above 0")

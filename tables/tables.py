@@ -120,10 +120,9 @@ class Tables(nn.Module):
         return self.training and torch.is_grad_enabled() and not self.frozen
 
     def read_once(self, ids: Tensor) -> Iterator[Tensor]:
-        """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once. The
-        distinct rows of a table are one leaf of autograd [n, W]: it sums the gradients of all
-        places of a token, in float32: whoever computes in 16 bits casts the result. `collect` takes
-        the sums."""
+        """Yield the rows of each table [B, T, W], of tokens [B, T], each of which is read once.
+        The distinct rows of a table are one leaf of autograd [n, W]: it sums the gradients of all
+        places of a token. `collect` takes them."""
         # Merge before each micro-batch: beside the sum, only the gradients of one are kept.
         self.merge()
         self.watch.lookup(waiting=self.merged is not None)
@@ -136,6 +135,8 @@ class Tables(nn.Module):
             leaf.register_post_accumulate_grad_hook(hook)
         position = send(position, leaves[0].device)
         for leaf in leaves:
+            # Expanding [n, W] -> [B, T, W] sums the gradients of equal tokens on the way back, in
+            # float32: whoever computes in 16 bits casts the result.
             yield F.embedding(position, leaf)
 
     def read(self, table: int, slots: Tensor) -> Tensor:

@@ -421,6 +421,8 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
         ),
         ("--data_dir {data}/train.bin", "name its folder, {data}"),
         ("--lr=1", "--lr=1; did you mean --learning_rate?"),
+        ("--bs 1", "did you mean --batch_size?"),
+        ("--wd 1", "did you mean --weight_decay?"),
         ("--determin", "--determin; did you mean --deterministic?"),
         ("--eval_iters 20", "did you mean --eval_tokens?"),
         ("--warmup_iters=5", "did you mean --warmup?"),
