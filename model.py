@@ -76,6 +76,7 @@ class ModelConfig:
     rope_base: float = field(default=10000.0, metadata=dict(must="a positive number"))
     rope_scaling: list[float] | None = None  # see `rotary`
     norm_eps: float = field(default=1e-6, metadata=dict(must="a positive number"))
+    # See Decoder.init_weights for both.
     init_std: float | None = flag(
         None,
         "std of new dense weights",
