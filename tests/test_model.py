@@ -238,6 +238,12 @@ def test_heads_of_ngrams_have_the_sizes_of_the_published_code():
     assert primes(1, 3) == [1, 1, 1]  # the control: one row a head
 
 
+def test_every_parameter_of_embformer_is_the_input_embedding_or_a_table():
+    """The note's claim about linear layers: test_tour.py."""
+    names = {name.split(".")[0] for name in decoder(ffn="embformer").state_dict()}
+    assert names == {"wte", "tables"}
+
+
 # --- initial weights ---
 
 

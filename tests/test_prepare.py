@@ -56,7 +56,9 @@ SYSTEM = says("system", "S")
 
 
 def test_a_documents_split_depends_on_its_hash_alone():
-    """Which shares have, as of files: test_files.py."""
+    hashes = [splitting.hashed(f"document number {i}") for i in range(500)]
+    chosen = [splitting.is_validation(number, 0.1) for number in hashes]
+    assert 20 < sum(chosen) < 80
     assert splitting.hashed("document") == 3665553475736990530  # in every version
 
 
@@ -432,8 +434,15 @@ OTHER, EMPTY = says("assistant", "No."), says("assistant", "")
         ),
         (b'{"prompt": "Hi?", "response": "Ho.", "score": 0}', TOLD, "score"),
         ({"prompt": "Hi?", "output": '[{"content": 1}]'}, by_turns("Hi?", '[{"content": 1}]'), ""),
+        ({"prompt": [ASKED], "completion": [ANSWERED]}, TOLD, ""),
         ({"prompt": TOLD}, TOLD, ""),
         ({"conversation": TOLD, "model": "x"}, TOLD, "model"),  # WildChat's
+        (
+            b'{"system": "S", "instruction": "Hi?", "input": "x", "chosen": "Ho.", "rejected": '
+            b'"No."}',
+            ([SYSTEM, *by_turns("Hi?\nx", "Ho.")], [SYSTEM, *by_turns("Hi?\nx", "No.")]),
+            "",
+        ),
         ({"messages": [ASKED], "chosen": ANSWERED, "rejected": OTHER}, (TOLD, [ASKED, OTHER]), ""),
         (
             {

@@ -53,10 +53,6 @@ def small(**more) -> Decoder:
     return Decoder(ModelConfig(V, n_layer=2, n_head=1, n_embd=8, **more))
 
 
-def differentiate(model: Decoder, ids: torch.Tensor = BATCH) -> None:
-    model(ids, ids)[1].backward()
-
-
 # --- lookup and gradients ---
 
 
@@ -68,11 +64,12 @@ def test_the_host_waits_for_a_copy_of_memory_that_is_not_pinned(monkeypatch):
     assert not asked[0].get("non_blocking")
 
 
-def test_gradients_equal_the_touched_rows_of_a_dense_gradient():
+@pytest.mark.parametrize("n_part", [1, 4])
+def test_gradients_equal_the_touched_rows_of_a_dense_gradient(n_part):
     """Of micro-batches, of whose rows no more than one's are held at a time."""
     made = tables()
     embeddings = [nn.Embedding.from_pretrained(w, freeze=False) for w in tables().weight]
-    for seed, part in enumerate(BATCH.view(-1, 1).chunk(4)):  # 3 is in several
+    for seed, part in enumerate(BATCH.view(-1, 1).chunk(n_part)):  # 3 is in several
         backward(made.lookup(part), seed)
         backward([embedding(part) for embedding in embeddings], seed)  # autograd accumulates
         assert len(made.reads) == 1
@@ -86,6 +83,15 @@ def test_gradients_equal_the_touched_rows_of_a_dense_gradient():
     made.zero_grad()
     with pytest.raises(AssertionError, match="no rows"):
         made.gradients()
+
+
+@pytest.mark.parametrize("n_row", [50, 5000])  # the ids are marked, or sorted
+@pytest.mark.parametrize("shape", [(2, 9), (3, 4, 2)])
+def test_distinct_ids_are_those_of_unique(n_row, shape):
+    ids = torch.randint(n_row, shape, generator=torch.Generator().manual_seed(0)) // 2
+    found = ResidentTables(1, n_row, 4).distinct(ids)
+    for mine, theirs in zip(found, torch.unique(ids, return_inverse=True), strict=True):
+        assert torch.equal(mine, theirs)
 
 
 def test_gradients_count_only_what_was_differentiated():
@@ -160,7 +166,7 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
 
     def step(*trained, n_part=1):
         for _ in range(n_part):
-            differentiate(model)
+            model(BATCH, BATCH)[1].backward()
         optimizer.step()
         for each in trained:
             each.step(lr=0.1)
@@ -168,7 +174,7 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
 
     step(embedding, rows, n_part=20)
     step(rows, embedding)
-    differentiate(model)
+    model(BATCH, BATCH)[1].backward()
     model.zero_grad()
     if clears == "optimizer":  # as if none of rows were made
         model.tables.watch = Watch()
@@ -206,13 +212,13 @@ def test_rows_that_have_an_optimizer_may_wait_while_others_step():
         rows.step(lr=0.1)
 
 
+@pytest.mark.parametrize("targets", [BATCH, None])  # or a loss of one's own
 @pytest.mark.parametrize("ffn", ["stem", "dense"])
 @pytest.mark.parametrize(
-    "how",
-    ["train", "Optimizer", "gradients", "frozen", "adamw", "no_grad", "backbone", "hidden", ""],
+    "how", ["train", "Optimizer", "gradients", "frozen", "adamw", "no_grad", "backbone", ""]
 )
-def test_a_training_loop_in_eval_mode_is_warned(ffn, how):
-    """Also of a loss of hidden states. But not where rows are trained, or are to stay."""
+def test_a_training_loop_in_eval_mode_is_warned(ffn, how, targets):
+    """But not where rows are trained, or are to stay."""
     model = small(ffn=ffn)
     model.train(how == "train")
     parts = [part for part in (model.tables, model.wte) if len(part.weight)]
@@ -232,12 +238,20 @@ def test_a_training_loop_in_eval_mode_is_warned(ffn, how):
         warnings.simplefilter("default")  # once a line
         for _ in range(3):
             with torch.set_grad_enabled(how != "no_grad"):
-                model.hidden(BATCH) if how == "hidden" else model(BATCH)
+                model(BATCH, targets)
             other.step()
-    assert len(said) == (how in ("hidden", ""))
+    assert len(said) == (how == "")
     for warning in said:
-        assert "eval() mode" in str(warning.message)
-        assert how or warning.filename == __file__
+        assert "eval() mode" in str(warning.message) and warning.filename == __file__
+
+
+def test_a_loss_of_hidden_states_in_eval_mode_is_warned():
+    model = small().eval()
+    other = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.warns(UserWarning, match=r"eval\(\) mode"):
+        for _ in range(2):
+            model.hidden(BATCH)
+            other.step()
 
 
 def test_processes_that_would_train_rows_of_their_own_are_refused(monkeypatch):
@@ -256,16 +270,18 @@ def test_processes_that_would_train_rows_of_their_own_are_refused(monkeypatch):
     rows.step(lr=0.1)
 
 
-def test_rows_that_are_parameters_stay_so_until_they_are_frozen_or_get_an_optimizer_of_rows():
+def test_rows_that_are_parameters_get_an_optimizer_of_rows():
     """`from_pretrained` of transformers makes them parameters."""
-    made = tables()
-    made.weight.requires_grad_(True)
-    assert made.requires_grad_(True).weight[0].requires_grad
-    rows = RowRMSprop(made)
-    backward(made.lookup(BATCH))
-    rows.step(lr=0.1)
-    made.weight.requires_grad_(True)
-    assert not made.requires_grad_(False).weight[0].requires_grad
+    made, other = tables(), tables()
+    other.load_state_dict(made.state_dict())
+    for weight in made.weight:
+        weight.requires_grad_(True)
+    for each in (made, other):
+        rows = RowRMSprop(each)
+        backward(each.lookup(BATCH))
+        rows.step(lr=0.1)
+    for mine, others in zip(made.weight, other.weight, strict=True):
+        assert torch.equal(mine, others)
 
 
 @pytest.mark.filterwarnings("ignore:gradients of rows")
@@ -307,12 +323,12 @@ def test_the_optimizer_of_a_model_trains_no_copy(n_waiting):
     RowRMSprop(model.tables)
     RowRMSprop(model.wte)
     for _ in range(n_waiting):
-        differentiate(model)
+        model(BATCH, BATCH)[1].backward()
     student = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(student.parameters())
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(3):
-            differentiate(student)
+            student(BATCH, BATCH)[1].backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -322,13 +338,20 @@ def test_the_optimizer_of_a_model_trains_no_copy(n_waiting):
 def test_a_copy_has_no_gradients(make):
     """Neither of parameters nor of rows."""
     model = small()
-    differentiate(model)
+    model(BATCH, BATCH)[1].backward()
     model(BATCH, BATCH)
     student = make(model)
     assert all(parameter.grad is None for parameter in student.parameters())
-    differentiate(student, BATCH[:, :1])
+    student(BATCH[:, :1], BATCH[:, :1])[1].backward()
     assert student.tables.gradients()[0].tolist() == [3, 7]
     assert model.tables.gradients()[0].tolist() == [0, 1, 3, 7]
+
+
+def test_rows_that_are_parameters_stay_so_until_they_are_frozen():
+    made = tables()
+    made.weight[0].requires_grad_(True)
+    assert made.requires_grad_(True).weight[0].requires_grad
+    assert not made.requires_grad_(False).weight[0].requires_grad
 
 
 def test_rows_that_are_computed_are_not_trained_in_vain():
@@ -344,7 +367,7 @@ def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters(n
     model = small().train()
     for _ in range(n_phase):
         optimizer = Optimizer(model, Settings(model=model.config))
-        differentiate(model)
+        model(BATCH, BATCH)[1].backward()
         optimizer.step(fraction=1.0)
     model.tables.requires_grad_(False)
     optimizer = Optimizer(model, Settings(model=model.config))
@@ -352,7 +375,7 @@ def test_rows_that_are_released_too_late_for_their_optimizer_are_no_parameters(n
     assert not model.tables.weight[0].requires_grad
     with pytest.raises(AssertionError, match="RowRMSprop"):
         for _ in range(3):
-            differentiate(model)
+            model(BATCH, BATCH)[1].backward()
             optimizer.step(fraction=1.0)
 
 
@@ -403,7 +426,7 @@ def test_what_is_frozen_stays_and_the_rest_is_trained(name):
     optimizer = Optimizer(model, Settings(model=model.config))
     before = copy.deepcopy(model.state_dict())
     for _ in range(3):
-        differentiate(model)
+        model(BATCH, BATCH)[1].backward()
         optimizer.step(fraction=1.0)
     for key, weight in model.state_dict().items():
         assert torch.equal(weight, before[key]) == key.startswith(name)
@@ -527,6 +550,6 @@ def test_a_model_forgets_the_gradients_of_rows_with_all_others():
     model = small()
     for ids in (BATCH, BATCH[:, :1]):
         model.zero_grad()
-        differentiate(model, ids)
+        model(ids, ids)[1].backward()
     for part in (model.tables, model.wte):
         assert part.gradients()[0].tolist() == [3, 7]
