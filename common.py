@@ -212,11 +212,11 @@ ELSEWHERE = {
     "gradient_accumulation_steps": "device_batch_size",
     "lr": "learning_rate",
     "model": "ckpt",
+    "n": "max_new_tokens",
     "out": "save",
     "out_dir": "ckpt",
     "start": "prompt",
     "wd": "weight_decay",
-    "n": "max_new_tokens",
 }
 
 

@@ -88,8 +88,8 @@ class Preference(NextToken):
         ones."""
         margins = torch.cat(self.margins).cpu().double()
         self.margins = []
-        n_positive = (margins > 0).sum()
-        margin, n_positive, n = ranks.sums(margins.sum(), n_positive, len(margins))
+        mine = margins.sum(), (margins > 0).sum(), len(margins)
+        margin, n_positive, n = ranks.sums(*mine)
         return {"margin": margin / n, "accuracy": n_positive / n}
 
 
