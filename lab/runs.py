@@ -144,5 +144,9 @@ def draw(groups: dict[str, list[Run]], out: Path) -> None:
         label = name.replace("$", r"\$")
         draw_means(axes, tokens, losses, marker=".", linestyle=style, label=label)
     axes.set(xlabel="million tokens", ylabel="validation loss (nats per token)")
-    axes.legend(title="mean, 95 % interval")
+    # Beside the curves, which keep their room, however many and long the names are.
+    legend = figure.legend(title="mean, 95 % interval", loc="outside right upper")
+    figure.draw_without_rendering()
+    width, height = legend.get_window_extent().size / figure.dpi  # inches
+    figure.set_size_inches(7 + width, max(4.2, height + 0.2))
     save_figure(figure, out)
