@@ -17,6 +17,7 @@ from text import dataset
 from training import records
 from training.checkpoints import checkpoint_of
 from training.edits import Edit
+from training.folders import has_run
 
 ARGS = dict(
     ffn="stem", stem_layers="all", batch_size=4, block_size=32, learning_rate=6e-3, max_iters=2000
@@ -58,7 +59,7 @@ def test_tokens_per_second_are_those_of_all_steps_since_the_last_reading(tmp_pat
     assert [step["tok_per_s"] for step in steps] == [50.0, 50.0, 40.0]
 
 
-LINES = [b"[" * 100_000, b"\xff", b"null", b'{"type": "x"}', b'{"type": "recall"}']
+LINES = [b"[" * 100_000, b"\xff", b"null", b'{"type": "x", "step": "two"}', b'{"type": "recall"}']
 
 
 @pytest.mark.parametrize("line", LINES, ids=range(len(LINES)))
@@ -71,6 +72,25 @@ def test_damage_is_one_clear_line_but_a_last_line_that_was_cut_off_is_left_out(t
     for read in (records.read_run, lambda folder: records.Log(folder / "metrics.jsonl", 2)):
         with user_error(r"metrics\.jsonl, line 6, is damaged .*: delete the line"):
             read(tmp_path)
+
+
+def test_a_readers_own_records_stay_up_to_the_step_at_which_a_run_resumes(tmp_path):
+    named = {"type": "named", "why": None, "rows": [1, 2]}
+    own = [{"type": "norms", "step": step, "of layers": [0.5, 1.0]} for step in (1, 2, 3)]
+    path = made(tmp_path, [RUN, named, *own, *RECORDS[1:]]) / "metrics.jsonl"
+    run = records.read_run(tmp_path)
+    assert (run["norms"], run["named"], run["eval"]) == (own, [named], [EVAL])
+    records.draw_loss(tmp_path)
+    assert "6.500" in table([tmp_path])
+    records.Log(path, 2, **RUN).write(**EVAL)
+    kept = records.read_run(tmp_path)
+    assert (kept["norms"], kept["named"]) == (own[:2], [named])
+
+
+def test_a_file_of_another_program_in_a_folder_is_no_run_that_may_be_replaced(tmp_path):
+    assert not has_run(made(tmp_path, []))
+    assert not has_run(made(tmp_path, [RUN, {"type": "norms"}, EVAL]))
+    assert has_run(made(tmp_path, [{"type": "norms"}]))
 
 
 def test_a_rank_that_writes_nothing_keeps_no_lines(tmp_path, monkeypatch):

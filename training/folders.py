@@ -43,7 +43,7 @@ def has_run(out_dir: Path) -> bool:
         types = [record["type"] for record in read_metrics(out_dir / "metrics.jsonl")]
     except UserError:  # somebody's own
         return True
-    return types.count("eval") > 2
+    return types.count("eval") > 2 or types[:1] not in ([], ["run"])
 
 
 def remove_run(out_dir: Path) -> None:

@@ -9,7 +9,8 @@ are written as null, and read as NaN.
     {"type": "recall", "step": 1000, "recall": 0.99}                    of all questions, at the end
 
 On the countries, an evaluation has `recall`, too, of 64 of the questions, and `answer_nats`, see
-`corpora.recall.quick_recall`.
+`corpora.recall.quick_recall`. Records of other types are a reader's own: they stay, and a `step`
+says with which steps.
 """
 
 import json
@@ -21,7 +22,7 @@ from typing import Any
 
 from torch import Tensor
 
-from common import Damage, UserError, atomic, parse_json, progress, reading, require_fields, writing
+from common import UserError, atomic, parse_json, progress, reading, require_fields, writing
 from training import ranks
 
 # What readers need of a record, by its type.
@@ -52,7 +53,7 @@ class Log:
         if resume_step and path.exists():
             for record in read_metrics(path):
                 # What is asked at the end of a run is asked again.
-                if record.get("step", 0) <= resume_step and record["type"] != "recall":
+                if (record.get("step") or 0) <= resume_step and record["type"] != "recall":
                     self.pending.append(to_line(record))
                     if record["type"] == "eval":
                         self.evaluated = record["step"]
@@ -124,10 +125,11 @@ def to_line(record: dict[str, Any]) -> str:
 
 
 def from_line(line: str | bytes) -> dict[str, Any]:
-    """Parse a line. Raises Damage if it is not a record of ours."""
+    """Parse a line. Raises Damage if it is no record."""
     record = parse_json(line, type=str)
-    if record["type"] not in FIELDS:
-        raise Damage(f"unknown type {record['type']!r:.40}")
+    if record["type"] not in FIELDS:  # a reader's own
+        require_fields(record, step=int | None)
+        return record
     record = {name: math.nan if value is None else value for name, value in record.items()}
     # All that is not named above is a figure, too.
     types = dict.fromkeys(record, float) | FIELDS[record["type"]]
@@ -151,7 +153,7 @@ def read_run(folder: Path) -> dict[str, list[dict]]:
     """The records of a run by type. UserError: a line is damaged, or nothing was trained."""
     run: dict[str, list[dict]] = {name: [] for name in FIELDS}
     for record in read_metrics(folder / "metrics.jsonl"):
-        run[record["type"]].append(record)
+        run.setdefault(record["type"], []).append(record)
     if not run["run"] or not run["eval"]:
         raise UserError(f"{folder}/metrics.jsonl has no evaluation in it")
     return run
