@@ -298,7 +298,8 @@ def ask_the_same(
     others = sure.topk(N_OTHER).indices.tolist()
     may_ask = torch.ones_like(answered, dtype=torch.bool)  # which few places are after two names
     for n, other in enumerate(tqdm(others, "reading as other names", leave=False, disable=None), 1):
-        x = model.hidden(renamed(texts, names, tokens[other]))[may_ask]  # [k, n_embd]
+        left = may_ask.any(1).cpu()  # texts
+        x = model.hidden(renamed(texts[left], names, tokens[other]))[may_ask[left]]  # [k, n_embd]
         follows = model.unembed(x).float().softmax(-1)  # [k, V]
         answered[may_ask] += shares(follows)[:, answers[other]] / N_OTHER
         may_ask &= answered + 1 - n / N_OTHER > share
