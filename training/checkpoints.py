@@ -82,8 +82,8 @@ RESUMABLE = dict(
 OF_TABLES = dict(id=str, shape=tuple[int, int, int], dtype=torch.dtype, crc32=dict[str, int])
 ID = re.compile("[0-9a-f]{8}")  # of a snapshot
 FIX = (
-    "train one with `python train.py`, import one with `python convert.py`, or name another ckpt.pt "
-    "(for --out_dir: its folder)"
+    "train one with `python train.py`, import one with `python convert.py`, or name another "
+    "ckpt.pt (for --out_dir: its folder)"
 )
 
 
