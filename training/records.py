@@ -9,8 +9,8 @@ are written as null, and read as NaN.
     {"type": "recall", "step": 1000, "recall": 0.99}                    of all questions, at the end
 
 On the countries, an evaluation has `recall`, too, of 64 of the questions, and `answer_nats`, see
-`corpora.recall.quick_recall`. Records of other types are a reader's own: they stay, and a `step`
-says with which steps.
+`corpora.recall.quick_recall`. Records of other types are a reader's own. They stay when a run
+resumes, but for those whose `step` is later.
 """
 
 import json

@@ -298,7 +298,7 @@ def ask_the_same(
     others = sure.topk(N_OTHER).indices.tolist()
     may_ask = torch.ones_like(answered, dtype=torch.bool)  # which few places are after two names
     for n, other in enumerate(tqdm(others, "reading as other names", leave=False, disable=None), 1):
-        left = may_ask.any(1).cpu()  # texts
+        left = may_ask.any(1).cpu()  # [N] bool: texts that have such places
         x = model.hidden(renamed(texts[left], names, tokens[other]))[may_ask[left]]  # [k, n_embd]
         follows = model.unembed(x).float().softmax(-1)  # [k, V]
         answered[may_ask] += shares(follows)[:, answers[other]] / N_OTHER
