@@ -204,7 +204,6 @@ class Tables(nn.Module):
         self.merge()  # so that `collect` knows what comes later, as by a second backward pass
         self.watch.forgotten(waiting=self.merged is not None)
         super().zero_grad(set_to_none)
-        self.reads = []
         self.merged = None
 
     # --- rows that are not trained: frozen, or in eval() mode ---

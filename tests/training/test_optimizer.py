@@ -48,6 +48,18 @@ def test_the_scale_follows_that_of_pytorch(monkeypatch):
         assert mine.factor == theirs.get_scale()
 
 
+def test_other_precisions_have_no_scale(monkeypatch):
+    """After many clean steps, either; and a run that resumes in float16 begins with a scale."""
+    monkeypatch.setattr(LossScaler, "CLEAN_STEPS_TO_GROW", 5)
+    other = LossScaler(enabled=False)
+    for _ in range(12):
+        other.update(finite=True)
+        assert other.factor == 1.0
+    resumed = LossScaler(enabled=True)
+    resumed.load_state_dict(other.state_dict())
+    assert resumed.factor == LossScaler(enabled=True).factor
+
+
 def test_what_an_optimizer_beside_adamw_trains_is_clipped_and_begins_each_step_at_zero(monkeypatch):
     """As does what is added to AdamW beside the model."""
     model = small()
