@@ -176,6 +176,7 @@ def test_a_training_loop_that_forgets_the_tables_fails_in_its_second_step(name, 
     step(rows, embedding)
     model(BATCH, BATCH)[1].backward()
     model.zero_grad()
+    assert all(weight.grad is None for weight in model.parameters())
     if clears == "optimizer":  # as if none of rows were made
         model.tables.watch = Watch()
     with pytest.raises(AssertionError, match="RowRMSprop"):
