@@ -36,6 +36,7 @@ from training.settings import parse_args
         ("--init_std inf", "--init_std inf must be a positive number"),
         ("--stem_layers most", "--stem_layers most must be third, half, all or numbers"),
         ("--stem_layers 0,3", "layers from 0 to 2"),
+        ("--stem_layers=-1,1", "layers from 0 to 2"),
         ("--attention windows", "--attention windows is not one of full, nor of relatives/: li"),
         ("--attention full,linear:3", "full,linear:3: leave out :3"),
         ("--attention window,full", "window,full: give a number of tokens"),

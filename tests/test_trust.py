@@ -484,6 +484,9 @@ def test_a_folder_is_its_better_checkpoint_for_readers_and_the_last_for_who_goes
     assert "lies in --out_dir" in refused(
         f"train.py --data_dir {data} --init_from {rising} --out_dir {rising} --overwrite"
     )
+    (rising / "ckpt.pt").unlink()
+    assert load_model(rising, CPU)[2]["step"] == best
+    capsys.readouterr()
     assert load_model(trained["stem"], CPU)[2]["step"] == 12 and not capsys.readouterr().err
 
 
