@@ -437,6 +437,7 @@ def test_steps_equal_those_of_pytorchs_optimizers(ffn, more):
         ("--init_from {dense}/ckpt.pt --ffn stem", "--ffn"),
         ("--stage sft", "--init_from"),
         ("--stage sft --init_from {stem}/ckpt.pt", "holds text, this --stage reads chat"),
+        ("--stage sft --init_from {stem}/ckpt.pt --data_dir {data},{other}", "are not mixed"),
         ("--stage midtrain --init_from {stem}/ckpt.pt --n_embd 64", "--n_embd"),
         (
             "--stage midtrain --init_from {stem}/ckpt.pt --data_dir {other}",
