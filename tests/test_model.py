@@ -366,7 +366,7 @@ def test_hooks_of_the_embedding_change_it_and_gradients_are_the_slopes(ffn):
     assert_close(seen[0], weight[ids])
 
 
-def test_a_model_has_the_dtype_that_modules_get_by_default():
+def test_a_model_has_the_dtype_that_modules_get_by_default_and_its_loss_float32():
     config = decoder().config
     expected = rotary(300, config, torch.empty(0))
     torch.set_default_dtype(torch.bfloat16)
@@ -375,4 +375,8 @@ def test_a_model_has_the_dtype_that_modules_get_by_default():
         torch.testing.assert_close(rotary(300, config, model.like), expected)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert model(tokens(2, 6))[0].dtype == torch.bfloat16
+    ids = tokens(2, 6)
+    logits = model(ids)[0]
+    assert logits.dtype == torch.bfloat16
+    expected = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
+    torch.testing.assert_close(model(ids, ids)[1], expected)
