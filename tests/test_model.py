@@ -372,11 +372,11 @@ def test_a_model_has_the_dtype_that_modules_get_by_default_and_its_loss_float32(
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = decoder(ffn="stem", tie_head=False)
-        torch.testing.assert_close(rotary(300, config, model.like), expected)
+        assert_close(rotary(300, config, model.like), expected)
     finally:
         torch.set_default_dtype(torch.float32)
     ids = tokens(2, 6)
     logits = model(ids)[0]
     assert logits.dtype == torch.bfloat16
     expected = F.cross_entropy(logits.flatten(0, 1).float(), ids.flatten())
-    torch.testing.assert_close(model(ids, ids)[1], expected)
+    assert_close(model(ids, ids)[1], expected)

@@ -49,7 +49,7 @@ def test_the_scale_follows_that_of_pytorch(monkeypatch):
 
 
 def test_other_precisions_have_no_scale(monkeypatch):
-    """After many clean steps, either; and a run that resumes in float16 begins with a scale."""
+    """Nor after many clean steps. A run that resumes in float16 begins with that of a new one."""
     monkeypatch.setattr(LossScaler, "CLEAN_STEPS_TO_GROW", 5)
     other = LossScaler(enabled=False)
     for _ in range(12):
